@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable
 
@@ -23,6 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["LAZYCKPT_TEST_LANE"] = config.getoption("lane")  # tests/lanes.py asks for it
+    gc.disable()  # until all tests are collected: what is imported and collected stays
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage not look at torch's and pytest's objects, which live as long as the process."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def thin(products: Iterable[pytest.Function]) -> None:

@@ -29,12 +29,14 @@ NAMES = (
     "scaling",
     "writing",
     "converting",
+    "expressions",
     "zarr",
     "statistics",
     "trust",
     "workers",
     "processes",
     "accelerator",
+    "remote",
 )
 _SECONDS = (3.0, 0.2)  # a case's pairs are measured for so long: in a full run, in a quick one
 _LEAST = (5, 3)  # and at least so many

@@ -33,7 +33,9 @@ if _TYPE_CHECKING:
     from . import distributed as distributed
     from . import interop as interop
     from . import recipes as recipes
-    from .core.index import Mesh
+    from .adapting import apply_lora, extract_lora
+    from .combining import mean, merge
+    from .core.placement import Mesh
     from .export.options import WriteResult
     from .inspect.diff import Diff, Difference
     from .inspect.manifest import Digest
@@ -41,6 +43,7 @@ if _TYPE_CHECKING:
     from .inspect.scan.folder import scan
     from .io.containers.pickle.records import Opaque
     from .runs.compare import diff, digest
+    from .runs.delta import Delta, delta
     from .runs.prune import Pruned, prune
     from .runs.verify import verify
     from .runs.view import RunView
@@ -50,18 +53,24 @@ if _TYPE_CHECKING:
 # Public name -> the module that defines it, imported at first access, because importing torch takes a second or two.
 _HOMES = {
     "CheckpointView": "view",
+    "Delta": "runs.delta",
     "Diff": "inspect.diff",
     "Difference": "inspect.diff",
     "Digest": "inspect.manifest",
     "LazyTensor": "tensor",
-    "Mesh": "core.index",
+    "Mesh": "core.placement",
     "Opaque": "io.containers.pickle.records",
     "Pruned": "runs.prune",
     "RunView": "runs.view",
     "WriteResult": "export.options",
+    "delta": "runs.delta",
     "diff": "runs.compare",
     "digest": "runs.compare",
     "verify": "runs.verify",
+    "apply_lora": "adapting",
+    "extract_lora": "adapting",
+    "mean": "combining",
+    "merge": "combining",
     "Report": "inspect.report",
     "Finding": "inspect.report",
     "prune": "runs.prune",
@@ -76,6 +85,7 @@ __all__ = [
     "CheckpointView",
     "CorruptError",
     "DataError",
+    "Delta",
     "DestinationError",
     "Diff",
     "Difference",
@@ -96,8 +106,13 @@ __all__ = [
     "TensorNotFoundError",
     "WorkerError",
     "WriteResult",
+    "apply_lora",
+    "delta",
     "diff",
     "digest",
+    "extract_lora",
+    "mean",
+    "merge",
     "open",
     "open_run",
     "prune",
@@ -113,8 +128,10 @@ def open(
     format: str | None = None,
     tag: str | None = None,
     rules: _Mapping[str, _Any] | None = None,
-    cache: bool = True,
+    cache: bool | str | _os.PathLike[str] = True,
     storage_options: _Mapping[str, _Any] | None = None,
+    io: str = "auto",
+    base: CheckpointView | str | _os.PathLike[str] | None = None,
 ) -> CheckpointView:
     """Open a checkpoint as one namespace of lazy tensors. Reads no tensor data.
 
@@ -124,7 +141,7 @@ def open(
     Parameters
     ----------
     path
-        A file, a folder, or the URL of one.
+        A file, a folder, or the URL of one. A folder that is packed as a tar or a zip is opened like the folder.
     format
         The name of the reader to use, one of those that ``lazyckpt formats`` lists. By default the first reader that
         recognises the path.
@@ -138,10 +155,20 @@ def open(
         ``{"flat": {"up.weight": [64, 32]}}``.
     cache
         Reuse the index of an earlier opening if the files are unchanged. The last indexes are kept in memory; those of
-        large checkpoints (hundreds of files, megabytes of metadata) also in the user's cache folder, for other
-        processes. False reads everything anew and keeps nothing.
+        large checkpoints (hundreds of files, megabytes of metadata) and of folders at URLs also in the user's cache
+        folder, for other processes. "disk", a size ("50GiB"), a path, or a path and a size ("/scratch/me:50GiB"): keep
+        also the bytes that are read from a URL, in the user's cache folder or at the path, up to 20 GiB or the size.
+        False reads everything anew and keeps nothing.
     storage_options
         Options of fsspec's file system for a URL: credentials, endpoints.
+    io
+        How files are read. "auto": those of network file systems (NFS, Lustre, GPFS, FUSE, ...) are read in large
+        requests, and those of local disks are mapped; "map": all are mapped; "read": none is mapped; "network": all are
+        read as if they were on a network file system. The environment variable ``LAZYCKPT_IO`` replaces "auto" by
+        another of these. No effect on URLs.
+    base
+        The base of a delta checkpoint (`delta`): a view, or a path. By default the base is opened where the delta says
+        that it was.
 
     Returns
     -------
@@ -156,10 +183,14 @@ def open(
         No reader recognises the path, or the layout is not supported.
     CorruptError
         A file is damaged.
+    DataError
+        ``base`` is not the base of the delta, or the path is no delta.
     """
     from .view import CheckpointView
 
-    return CheckpointView(path, format=format, tag=tag, rules=rules, cache=cache, storage_options=storage_options)
+    return CheckpointView(
+        path, format=format, tag=tag, rules=rules, cache=cache, storage_options=storage_options, io=io, base=base
+    )
 
 
 def open_run(

@@ -14,11 +14,11 @@ import xarray as xr
 from xarray.backends import BackendEntrypoint
 
 from .errors import LazyckptError, TensorNotFoundError
+from .formats.archives import locate
 from .formats.reader import Source
 from .formats.registry import recognising
 from .interop.xarray import dataset, datasets, nodes
-from .io.storage.fsspec import is_url
-from .io.storage.local import split
+from .io.storage.urls import is_url
 from .tensor import LazyTensor
 from .view import CheckpointView
 
@@ -38,22 +38,23 @@ class LazyckptBackend(BackendEntrypoint):
     - ``state``: "exp_avg", ...; by default the weights or, if there are none, fp32;
     - ``widen``: read floats of 8 and 16 bits as float32; False keeps their dtypes (see `CheckpointView.to_xarray`);
     - ``drop_variables``: variables to leave out, by last name ("bias") or full name ("layers.3.mlp.up.bias");
-    - ``format``, ``tag``, ``rules``, ``storage_options``: those of `lazyckpt.open`.
+    - ``format``, ``tag``, ``rules``, ``storage_options``, ``io``: those of `lazyckpt.open`.
     """
 
     description: ClassVar[str] = "Open checkpoints of deep-learning models with lazyckpt"
     open_dataset_parameters: ClassVar[tuple[str, ...] | None] = (
         "filename_or_obj", "drop_variables", "group", "state", "widen", "format", "tag", "rules", "storage_options",
+        "io",
     )  # fmt: skip
     supports_groups: ClassVar[bool] = True
 
     def guess_can_open(self, filename_or_obj: Any) -> bool:
-        """Return whether a local path is a checkpoint, by its name and first bytes. Zarr hierarchies and files with
-        other endings than those of checkpoints are left to other engines."""
+        """Return whether a local path is a checkpoint, also one in a tar or zip, by its name and first bytes. Zarr
+        hierarchies and files with other endings than those of checkpoints are left to other engines."""
         if not isinstance(filename_or_obj, str | os.PathLike) or is_url(os.fspath(filename_or_obj)):
             return False
         try:
-            source = Source(*split(filename_or_obj))
+            source = Source(*locate(os.fspath(filename_or_obj)))
             if (source.path and not source.path.endswith(_FILES)) or any(name in source.entries for name in _ZARR):
                 return False
             return recognising(source) is not None

@@ -138,6 +138,15 @@ PROBLEM_CODES = {
     "replaced-tensor": "A tensor is read from another file, because the usual one does not hold its values.",
     "unsupported-tensor": "A tensor cannot be represented as it is; the message says what is read instead.",
     "nested-tensor": "A tensor consists of others, which are read under its name.",
+    # -- dequantized views
+    "undecided-quantization": "What a quantized tensor means is not known, or not certain: it stays as it is stored.",
+    "contradicting-quantization": "Configuration, names, shapes or dtypes of quantized tensors contradict each other.",
+    "assumed-quantization": "What a quantized tensor means is taken from shapes, and may be wrong.",
+    "left-out-scale": "Scales of activations or of the KV cache have no place in the unquantized model.",
+    "not-quantized": "A matrix cannot be quantized in the form that was asked for: it stays as it is.",
+    # -- updates of optimizers
+    "undecided-update": "An optimizer's last step cannot be computed from what the checkpoint records.",
+    "assumed-update": "An optimizer's last step is computed for a learning rate or gradient that may be another.",
     # -- options that the user passed
     "unused-rule": "A rule of rules=, or an entry of steps=, has no effect.",
     "not-renamed": "A tensor keeps its name: the table has no entry for it, or it cannot be cut or joined.",
@@ -270,7 +279,12 @@ class DestinationError(LazyckptError, OSError):
 
 
 class CredentialsWarning(UserWarning):
-    """A pickle contains storage options that are secrets (keys, tokens, passwords, headers) in plain text."""
+    """A pickle leaves out storage options that are secrets (keys, tokens, passwords, headers) for all processes but the
+    one that made it and its workers."""
+
+
+class CacheWarning(UserWarning):
+    """The block cache of remote reads cannot be used or written. Reads go on without it."""
 
 
 def restored(code: str, message: str, path: str | None) -> Problem:

@@ -12,27 +12,36 @@ The contract, which one suite of tests checks on every format (tests/contract.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 
 from .core.box import Box, Shape, c_strides, is_run, tiles
+from .core.compose import held, inside
 from .core.copies import Copy
 from .core.dtypes import check_converts, dtype_of
+from .core.expr import cast, formula, leaves, wanted
+from .core.extents import Extent, Hole, Packed
 from .core.fragments import fragments_of
-from .core.index import Extent, Fragment, Hole, Packed, TensorSpec
-from .core.plan import plan
 from .core.select import Selection
+from .core.specs import Fragment, TensorSpec
+from .core.units import plural
 from .errors import DataError, LazyckptError, SelectionError, and_more, printable
 from .io.pool import Task, run, run_here
+from .io.reading.compute import read, tasks
 from .io.reading.device import Ring, ring
-from .io.reading.gather import Range, Run, agree, finish, plan_unread, ranges, read, run_tasks, runs, tasks
+from .io.reading.forecast import Forecast, forecast, planned_unread
+from .io.reading.gather import Range, Run, agree, finish, plan, plan_unread, ranges, run_tasks, runs
 from .io.reading.mosaic import Mosaic
 from .io.reading.packed import locate
 from .io.reading.window import CLONABLE, Window
-from .io.storage.base import Buffer, Store, check, narrow
+from .io.storage.access import check, narrow
+from .io.storage.base import Buffer, Store
+from .io.storage.joined import Joined, stores_of
+from .io.storage.remote import Remote
 from .io.tensors import empty
 from .likeness import Likeness
 
@@ -45,15 +54,18 @@ A = TypeVar("A", bound="LazyArray")
 _MOST = 1 << 48  # bytes up to which a tensor is cut into pieces
 _PLANNED = 64  # fragments for each slice that is planned by itself before a plan of all is kept
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
+_TOGETHER = 32 << 20  # bytes that are read before several tensors need them
 
 
 @dataclass(slots=True)
 class Cost:
-    """The cost of a read: ``places``, a line for each range; ``paths`` of the files; ``nbytes`` in all."""
+    """The cost of a read: ``places``, a line for each range; ``paths`` of the files; ``nbytes`` in all; ``requests`` to
+    a server, None for local files."""
 
     places: list[str] = field(default_factory=list)
     paths: set[str] = field(default_factory=set)
     nbytes: int = 0
+    requests: int | None = None
 
     def add(self, copy: Copy, found: Range) -> None:
         """Add a range that a copy reads."""
@@ -72,12 +84,26 @@ class Cost:
         """The number of ranges, of files and of bytes, as text."""
         ranges = f"{len(self.places)} range{'s' if len(self.places) != 1 else ''}"
         files = f"{len(self.paths)} file{'s' if len(self.paths) != 1 else ''}"
-        return f"{ranges} in {files} ({self.nbytes:,} bytes read)"
+        asked = "" if self.requests is None else f" in {plural(self.requests, 'request')}"
+        return f"{ranges} in {files} ({self.nbytes:,} bytes read{asked})"
 
 
 def cost_of(t: LazyArray) -> Cost:
     """Return the cost of reading a whole array. Reads nothing, but raises the errors that reading would raise."""
     return t._cost(t._sel)
+
+
+def requests_of(tensors: Iterable[LazyArray]) -> Forecast | None:
+    """Return how many requests and bytes reading whole arrays together takes; None if they are not behind a network.
+    Reads nothing. Arrays that cannot be read are left out."""
+    plans: dict[int, tuple[Remote, list[Copy]]] = {}
+    for t in (operand for tensor in tensors for operand in tensor.operands):
+        if isinstance(t.store, Remote) and not t.store.maps_files:
+            _, copies = plans.setdefault(id(t.store), (t.store, []))
+            with suppress(LazyckptError):
+                copies.extend(t._copies(t.store))
+    found = [forecast(store, copies) for store, copies in plans.values()]
+    return Forecast(*map(sum, zip(*found, strict=True))) if found else None
 
 
 class LazyArray(Likeness):
@@ -99,6 +125,8 @@ class LazyArray(Likeness):
     __slots__ = ("__weakref__", "_selection", "_slices", "_store", "_window", "spec")
 
     def __init__(self, store: Store, spec: TensorSpec, selection: Selection | None = None) -> None:
+        if spec.expr is None and isinstance(store, Joined):  # its fragments do not say which store has their files
+            raise ValueError(f"{spec.name!r} in several stores needs an expression: core.expr.computed makes one")
         self.spec = spec
         self._store = store
         self._selection = selection  # None: the whole
@@ -130,8 +158,30 @@ class LazyArray(Likeness):
 
     @property
     def fragments(self) -> Sequence[Fragment]:
-        """The part of the tensor that each file holds, as data."""
-        return self.spec.fragments
+        """The part of the tensor that each file holds, as data.
+
+        A tensor that is computed element by element has the fragments of its `operands`, in the order of the operands.
+        Other computed tensors have none.
+        """
+        return held(self.spec)
+
+    @property
+    def operands(self) -> Sequence[LazyArray]:
+        """The tensors in files that this tensor is computed from, each once; by default the tensor itself."""
+        if self.spec.expr is None:
+            return (self,)
+        stores = stores_of(self._store)
+        found = {(one.source, id(one.spec)): one for one in leaves(self.spec)}
+        return [LazyArray(stores[one.source], one.spec) for one in found.values()]
+
+    def _needed(self, selection: Selection) -> Iterator[tuple[LazyArray, Selection]]:
+        """Yield the tensors in files that a selection needs, each with its own selection."""
+        if self.spec.expr is None:
+            yield self, selection
+            return
+        stores = stores_of(self._store)
+        for one, want in wanted(self.spec, selection.reads().want):
+            yield LazyArray(stores[one.source], one.spec), Selection(want, tuple(range(len(want))), len(want))
 
     def __repr__(self) -> str:
         sizes = "x".join(map(str, shape_of(self))) or "scalar"
@@ -144,9 +194,13 @@ class LazyArray(Likeness):
 
     def _check(self) -> None:
         """Raise the error that reading would raise because a file is missing. Reads nothing."""
+        if self.spec.expr is not None:
+            for one, selection in self._needed(self._sel):
+                plan(one._store, one.spec, selection.axes)
+            return
         if self._plain is not None or fragments_of(self.spec.fragments).intact:  # nothing to plan
             return
-        plan(self.spec, self._sel.reads().want)
+        plan(self._store, self.spec, self._sel.reads().want)
 
     @property
     def _archives(self) -> list[Packed]:
@@ -179,8 +233,8 @@ class LazyArray(Likeness):
         sizes = "x".join(map(str, selection.shape)) or "scalar"
         nbytes = prod(selection.shape) * self.spec.dtype.itemsize
         head = [f"{self.name}: {sizes} {self.spec.dtype.short}, {nbytes:,} bytes from {cost.summary}"]
-        if self.spec.combine == "mean":
-            head.append("  the mean of the replicas, taken in float32")
+        if self.spec.expr is not None:
+            head.append(f"  {formula(self.spec)}")
         if self.spec.stored_as:
             head.append(f"  stored as {self.spec.stored_as!r}")
         if self.spec.rule:
@@ -190,9 +244,19 @@ class LazyArray(Likeness):
     def _cost(self, selection: Selection) -> Cost:
         """Return the cost of reading a selection. Reads nothing, but raises the errors that reading would raise."""
         cost = Cost()
-        for copy, found in ranges(self._store, plan(self.spec, selection.reads().want)):
-            cost.add(copy, found)
+        for one, part in self._needed(selection):
+            nbytes = cost.nbytes
+            for copy, found in ranges(one._store, plan(one._store, one.spec, part.reads().want)):
+                cost.add(copy, found)
+            if isinstance(one._store, Remote) and not one._store.maps_files:
+                asked, fetched = forecast(one._store, one._copies(one._store, part))
+                cost.requests, cost.nbytes = (cost.requests or 0) + asked, nbytes + fetched
         return cost
+
+    def _copies(self, store: Remote, selection: Selection | None = None) -> Sequence[Copy]:
+        """Plan a read of this tensor, or of a selection. Reads nothing, but raises the errors that reading would
+        raise."""
+        return planned_unread(store, self.spec, (selection or self._sel).reads().want)
 
     def replicas_agree(self) -> bool:
         """Compare all copies of the same elements in the checkpoint, byte for byte.
@@ -212,9 +276,10 @@ class LazyArray(Likeness):
         LazyckptError
             What reading raises.
         """
-        for box in tiles(self.spec.shape, _REPLICAS // self.spec.dtype.itemsize):
-            if not agree(self._store, self.spec, tuple(map(range, box.start, box.stop))):
-                return False
+        for one in self.operands:
+            for box in tiles(one.spec.shape, _REPLICAS // one.spec.dtype.itemsize):
+                if not agree(one._store, one.spec, tuple(map(range, box.start, box.stop))):
+                    return False
         return True
 
     # -- reading
@@ -350,7 +415,7 @@ class LazyArray(Likeness):
         if extent is not None:
             return [Run(extent.path, extent.offset, self.nbytes)]
         reads = self._sel.reads()
-        if reads.flips or reads.orders:
+        if reads.flips or reads.orders or self.spec.expr is not None:
             return None
         return runs(self._store, self.spec, reads.want)
 
@@ -376,7 +441,7 @@ class LazyArray(Likeness):
         if wanted is self.spec.dtype:
             return self
         check_converts(self.name, self.spec.dtype, wanted)
-        return type(self)(self._store, replace(self.spec, dtype=wanted), self._selection)
+        return type(self)(self._store, cast(self.spec, wanted), self._selection)
 
     @property
     def lazy(self) -> _Deferred[Self]:
@@ -402,9 +467,10 @@ class LazyArray(Likeness):
             Convert the elements to this dtype.
         copy
             False maps a tensor that is one contiguous run of one local file instead of reading it, if ``device`` is the
-            CPU. The mapping is private: writing to the tensor changes memory only. Use it only for files that nobody
-            writes to: rewriting the file changes the tensor. After the file was truncated, the missing elements read as
-            zeros, and the thread that accesses them gets ChangedFileError when it is back in Python.
+            CPU. Files of network file systems are read all the same (see ``io`` of `lazyckpt.open`). The mapping is
+            private: writing to the tensor changes memory only. Use it only for files that nobody writes to: rewriting
+            the file changes the tensor. After the file was truncated, the missing elements read as zeros, and the
+            thread that accesses them gets ChangedFileError when it is back in Python.
 
         Returns
         -------
@@ -472,9 +538,7 @@ class LazyArray(Likeness):
     @property
     def _held(self) -> TensorSpec:
         """``spec`` with only those fragments that hold elements of this part."""
-        if self._selection is None:
-            return self.spec
-        return replace(self.spec, fragments=fragments_of(self.spec.fragments).inside(self._selection.hull))
+        return self.spec if self._selection is None else inside(self.spec, self._selection.hull)
 
     @property
     def _block(self) -> Box | None:
@@ -501,8 +565,14 @@ class LazyArray(Likeness):
 
     def __reduce__(self) -> tuple[Any, ...]:
         spec = self._held
-        paths = sorted(fragments_of(spec.fragments).file_paths())  # sorted, so that equal descriptions pickle equally
-        return type(self), (narrow(self._store, paths), spec, self._selection)
+        if isinstance(self._store, Joined):
+            own: list[set[str]] = [set() for _ in self._store.stores]
+            for one in leaves(spec):
+                own[one.source] |= fragments_of(one.spec.fragments).file_paths()
+            return type(self), (self._store.only(own), spec, self._selection)
+        paths = {path for one in leaves(spec) for path in fragments_of(one.spec.fragments).file_paths()}
+        # sorted, so that equal descriptions pickle equally
+        return type(self), (narrow(self._store, sorted(paths)), spec, self._selection)
 
     # -- how
 
@@ -522,7 +592,7 @@ class LazyArray(Likeness):
     def _plain(self) -> Extent | None:
         """The extent, if the tensor is one contiguous run of raw bytes of one file."""
         spec = self.spec
-        if self._selection is not None:
+        if self._selection is not None or spec.expr is not None:
             return None
         fragments = spec.fragments
         fragment = fragments[0] if type(fragments) is tuple and len(fragments) == 1 else fragments_of(fragments).only()
@@ -561,6 +631,8 @@ class LazyArray(Likeness):
         spec, store = self.spec, self._store
         if self._selection is not None or not spec.numel or not isinstance(store, Store) or not store.maps_files:
             return None
+        if spec.expr is not None:
+            return None
         fragments = fragments_of(spec.fragments)
         try:
             extent = None if fragments.packed() and len(fragments) > 1 else self._plain
@@ -572,6 +644,27 @@ class LazyArray(Likeness):
             return None
         check(store, extent.path, extent.offset, spec.nbytes)
         return Window(store, extent.path, extent.offset, extent.dtype.torch, spec.shape)
+
+
+@contextmanager
+def read_together(tensors: Iterable[LazyArray]) -> Iterator[None]:
+    """Read what several tensors behind a network need with joined requests, and keep the bytes for the reads of this
+    thread within the context. Other tensors, and those that are no runs of bytes, are read as without it."""
+    found: dict[Store, dict[str, list[Run]]] = {}
+    count = size = 0
+    for t in tensors:
+        if not (isinstance(t, LazyArray) and isinstance(t.store, Store) and t.store.joins and t.nbytes <= _TOGETHER):
+            continue
+        with suppress(LazyckptError):  # what reads it reports it
+            for one in t._runs() or ():
+                found.setdefault(t.store, {}).setdefault(one.path, []).append(one)
+                count, size = count + 1, size + one.nbytes
+    with ExitStack() as until:
+        for store, files in found.items() if count > 1 and size <= _TOGETHER else ():
+            runs_of = {path: sorted({(one.offset, one.nbytes) for one in own}) for path, own in files.items()}
+            columns = {path: np.array(own, np.int64).T for path, own in runs_of.items()}
+            until.enter_context(store.holding({path: (own[0], own[1]) for path, own in columns.items()}))
+        yield
 
 
 def shape_of(tensor: LazyArray) -> Shape:

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from .core.index import Packed, Place
+from .core.extents import Packed
 from .core.names import unwrapped
+from .core.specs import Place
 from .errors import DataError, some
 from .formats.shared.wrappers import own_names
 from .io.memory import many_objects
@@ -32,7 +33,7 @@ from .lazy import LazyArray, named
 
 _GROUP = 256 << 20  # bytes to read at once before their dtype is converted
 _SORTED = 4096  # tensors to sort by their places at once: the first ones are read while others are looked up
-_LOOKED_UP = 64  # archives to locate at once
+_LOOKED_UP = 1024  # archives to locate at once
 _LONG = 1 << 30  # bytes from which on a progress bar is shown on terminals
 T = TypeVar("T")
 

@@ -16,15 +16,21 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import numpy as np
 
 from .core.box import Shape
+from .core.columns import Extents, ExtentSpecs
 from .core.dtypes import DType
-from .core.extents import Extents, ExtentSpecs
-from .core.index import FileInfo, Index, Mesh, Place, Specs, TensorSpec, kind_of, marks_of, place_of
+from .core.expr import leaves
+from .core.index import FileInfo, Index
 from .core.names import Names, Pattern, Same, matcher, shortened
+from .core.placement import Mesh
+from .core.specs import Place, Specs, TensorSpec, kind_of, marks_of, place_of
 from .errors import MissingFileError, Problem, TensorNotFoundError, some
 from .formats.dcp.objects import Meta
 from .formats.torch_save import stored_specs
 from .io.metadata import with_torch
+from .io.storage.access import lost
 from .io.storage.base import Store
+from .io.storage.joined import Joined, stores_of
+from .io.storage.traffic import Traffic
 from .lazy import LazyArray
 
 STORED = "stored"  # the state of the tensors as they are stored, under their raw names
@@ -296,7 +302,7 @@ class Namespace(Mapping[str, A]):
         if (found := self.exact(path)) is not None:  # the path ended with a dot
             return found
         if path in self._index.unreadable and not self._steps:
-            raise MissingFileError(self._index.unreadable[path])
+            raise lost(self._store, MissingFileError(self._index.unreadable[path]))
         if not self._steps and path in self._stored_names:
             return self._tensor(self._store, self._stored_names[path])
         places = self.names.inside(path)
@@ -517,14 +523,27 @@ class Namespace(Mapping[str, A]):
         return self._meta
 
     @property
+    def io(self) -> Traffic:
+        """What was asked of the server so far, opening included: ``requests``, ``bytes``, ``retries``, ``cache_hits``
+        and ``seconds`` of waiting. Views made from the same `open` share the counters. All are 0 for local files."""
+        return Traffic.total(one.io for one in stores_of(self._store))
+
+    @property
     def files(self) -> Mapping[str, FileInfo]:
         """The files of the view's tensors: path relative to ``root`` -> size in bytes and modification time. The view
         of a whole checkpoint has all files of the checkpoint."""
         if not self._steps:
             return self._index.files
-        paths = dict.fromkeys(f.extent.path for owner in self._owners() for f in self.specs[owner].fragments)
+        paths = dict.fromkeys(path for owner in self._owners() for path in self._paths(self.specs[owner]))
         only = getattr(self._index.files, "only", None)  # a mapping that looks at files on demand
         return only(paths) if only else {p: info for p, info in self._index.files.items() if p in paths}
+
+    def _paths(self, spec: TensorSpec) -> Iterator[str]:
+        """Yield the paths of the files that a tensor is read from."""
+        several = isinstance(self._store, Joined)
+        for one in leaves(spec):
+            for fragment in one.spec.fragments:
+                yield f"{one.source}/{fragment.extent.path}" if several else fragment.extent.path
 
     def _stat(self, path: str) -> FileInfo:
         """Return the size and the modification time that a file has now, which `files` has as of opening.

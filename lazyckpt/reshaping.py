@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .core.dtypes import dtype_of
-from .core.index import Index, Specs, TensorSpec, converted, renamed, some_of
+from .core.expr import computed, converted, make, operand
+from .core.index import Index
+from .core.specs import Specs, TensorSpec, renamed, some_of
 from .errors import DataError
 from .layouts.ranks import mesh_of
 from .namespace import STORED, Namespace
@@ -52,6 +54,25 @@ def with_dtype(view: Namespace[Any], dtype: torch.dtype) -> Index:
         return replace(index, states=states, layout=layout)
 
     return of(view._index)
+
+
+def with_function(
+    view: Namespace[Any], function: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype | None, whole: bool
+) -> Index:
+    """See `lazyckpt.CheckpointView.map`."""
+    from .core.ops.mapped import Function
+
+    call, kind = Function(function), None if dtype is None else dtype_of(dtype)
+
+    def of(spec: TensorSpec) -> TensorSpec:
+        expr = make("map", operand(spec), function=call, dtype=kind, whole=whole)
+        return computed(spec.name, expr, spec.rule, spec.stored_as)
+
+    index, state = view._index, view._state
+    specs = {name: of(spec) for name, spec in (view.specs if state == STORED else index.states[state]).items()}
+    if state == STORED:
+        return replace(index, stored=specs, layout=None)
+    return replace(index, states={**index.states, state: specs}, layout=None)
 
 
 def shown_of(view: Namespace[Any], what: str) -> tuple[Index, dict[str, dict[str, TensorSpec]]]:
@@ -104,8 +125,8 @@ def of_part(view: Namespace[Any]) -> Index:
         kept |= {f"{state} {name}": spec for name, spec in states[state].items()}
     stored = index.stored
     if stored is not None:
-        raw = {spec.stored_as or spec.name for spec in kept.values()}
-        if view._state == STORED:
-            raw |= set(view._listed.values())
-        stored = {name: stored[name] for name in stored if name in raw}
+        raw = dict.fromkeys(view._listed.values() if view._state == STORED else ())
+        raw |= dict.fromkeys(spec.stored_as or spec.name for spec in kept.values())
+        names = stored if isinstance(stored, dict) else raw  # (to list others may read the objects of the checkpoint)
+        stored = {name: stored[name] for name in names if name in raw and name in stored}
     return replace(index, states=states, stored=stored)

@@ -23,7 +23,18 @@ from filelock import FileLock  # torch depends on it
 import lazyckpt
 
 from . import processes, recordings
-from .writers import Case, megatron_core, rank_files, torch_contents, torch_dcp, torch_files, trainers
+from .servers.fixtures import azurite, cloud, moto, s3  # noqa: F401  fixtures
+from .writers import (
+    Case,
+    frameworks,
+    megatron_core,
+    orbax_files,
+    rank_files,
+    torch_contents,
+    torch_dcp,
+    torch_files,
+    trainers,
+)
 
 os.environ["LAZYCKPT_CACHE"] = "0"  # tests neither use nor fill the user's cache; those of the cache have their own
 
@@ -35,12 +46,17 @@ collect_ignore = ["writers", "writing_on_windows.py"]  # no tests; writers impor
 # Fixtures with cases that are not recorded -> the group of recordings.
 FIXTURES = {"zero_cases": "deepspeed_zero", "kinds": "deepspeed_kinds", "trainer_cases": "trainers"}
 
+# Fixtures that start processes for many seconds: one worker makes each and runs its tests, so that no other waits.
+LONG = {"finished", "loaded", "megatron_logits", "ran", "resumed", "tools"}
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _not_recorded(item):
             item.add_marker("full")
+        for name in LONG.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.xdist_group(name))
 
 
 def pytest_sessionfinish() -> None:
@@ -352,6 +368,19 @@ def megatron_kind(request: pytest.FixtureRequest, megatron_cases: dict[str, Case
     return megatron_cases[request.param]
 
 
+# -- checkpoints of Orbax
+
+
+@pytest.fixture(scope="session")
+def orbax_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    return Cases("orbax", checkpoints("orbax"))
+
+
+@pytest.fixture(params=orbax_files.CASES)
+def orbax_case(request: pytest.FixtureRequest, orbax_cases: Mapping[str, Case]) -> Case:
+    return orbax_cases[request.param]
+
+
 # -- checkpoints of trainers
 
 
@@ -363,6 +392,19 @@ def trainer_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
 @pytest.fixture(params=[name for name, spec in trainers.CASES.items() if "open_numbers" not in spec.info])
 def trainer_case(request: pytest.FixtureRequest, trainer_cases: Mapping[str, Case]) -> Case:
     return trainer_cases[request.param]
+
+
+# -- checkpoints of further frameworks
+
+
+@pytest.fixture(scope="session")
+def framework_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    return Cases("frameworks", checkpoints("frameworks"))
+
+
+@pytest.fixture(params=list(frameworks.CASES))
+def framework_case(request: pytest.FixtureRequest, framework_cases: Mapping[str, Case]) -> Case:
+    return framework_cases[request.param]
 
 
 # -- DeepSpeed's truth, completed

@@ -19,7 +19,10 @@ import torch
 from hypothesis import strategies as st
 
 from lazyckpt.core.box import Box
-from lazyckpt.core.index import Extent, FileInfo, Fragment, Hole, Part, TensorSpec
+from lazyckpt.core.extents import Extent, Hole
+from lazyckpt.core.index import FileInfo
+from lazyckpt.core.placement import Part
+from lazyckpt.core.specs import Fragment, TensorSpec
 from lazyckpt.io.storage.base import Entry
 from lazyckpt.io.storage.local import LocalStore
 
@@ -307,6 +310,8 @@ def lay_out(
 
 class PlainStore:
     """A store that cannot map, and counts what is read from it; ``gap`` as an object store might have."""
+
+    is_remote = False
 
     def __init__(self, folder: Path, gap: int = 0) -> None:
         self._local = LocalStore(folder)

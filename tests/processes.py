@@ -10,6 +10,7 @@ come through the socket of this number, its exit status goes back.
 from __future__ import annotations
 
 import array
+import gc
 import json
 import os
 import runpy
@@ -108,6 +109,8 @@ def _serve(number: int) -> None:
 
     for name in lazyckpt.__all__:
         getattr(lazyckpt, name)
+    gc.collect()
+    gc.freeze()  # a collection in a fork neither looks at what is imported nor copies its memory
     connection = socket.socket(fileno=number)
     while True:
         size, given, *_ = connection.recvmsg(8, socket.CMSG_SPACE(3 * array.array("i").itemsize))

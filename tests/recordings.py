@@ -36,7 +36,10 @@ from .writers import (
     deepspeed_run,
     deepspeed_specs,
     deepspeed_zero,
+    frameworks,
     megatron_core,
+    megatron_fsdp,
+    orbax_files,
     rank_files,
     torch_dcp,
     trainers,
@@ -95,6 +98,22 @@ def _write_huggingface(folder: Path) -> None:
     huggingface.write_all(folder)
 
 
+def _write_gguf(folder: Path) -> None:
+    from .writers import gguf_files  # (it imports gguf)
+
+    gguf_files.write_all(folder)
+
+
+def _quantized(name: str, packages: tuple[str, ...], cases: str) -> Group:
+    """The cases of a quantizer, whose module tests/writers/quantized_NAME.py imports transformers."""
+
+    def write(folder: Path) -> None:
+        importlib.import_module(f"{__package__}.writers.quantized_{name}").write_all(folder)
+
+    modules = ["awq" if one == "autoawq" else one for one in packages]
+    return Group(tuple(cases.split()), write, _saved, (*packages, "transformers", "torch"), (*modules, "transformers"))
+
+
 _ZERO = deepspeed_zero.CROSS | deepspeed_zero.OPTIONS
 GROUPS = {
     "deepspeed_zero": Group(
@@ -130,6 +149,34 @@ GROUPS = {
         ("transformers", "safetensors", "torch"),
         ("transformers",),
     ),
+    "quantized_gptq": _quantized(
+        "gptq",
+        ("gptqmodel", "auto_gptq"),
+        "w4_v1_sharded_tied w4_v2_act_order w3_v1 w3_planar w8_v2_odd_groups w2_v1_borrows w5_planar w4_dynamic "
+        "w4_autogptq w2_autogptq",
+    ),
+    "quantized_awq": _quantized("awq", ("autoawq",), "gemm_sharded_tied gemm_one_group gemv gemv_fast"),
+    "quantized_bitsandbytes": _quantized(
+        "bitsandbytes", ("bitsandbytes",), "nf4_double_sharded_tied fp4 nf4_in_bf16_words int8 nf4_gpt2"
+    ),
+    "quantized_hqq": _quantized(
+        "hqq",
+        ("hqq",),
+        "w4_axis1_sharded w4_axis0_pt w8_axis1_pt w3_axis1 w3_axis0 w2_axis0 w1_axis1 w4_as_float w4_nested_pt",
+    ),
+    "quantized_mlx": _quantized("mlx", ("mlx",), "w4_sharded_tied mixed w3_experts w6_float32 mxfp4 mxfp8 nvfp4"),
+    "quantized_gguf": _quantized("gguf", ("gguf",), "blocks"),
+    "gguf": Group(
+        ("every", "version1", "version2", "split", "big_endian", "big_endian_blocks"),
+        _write_gguf,
+        _saved,
+        ("gguf", "torch"),
+        ("gguf",),
+    ),
+    "quantized_torchao": _quantized(
+        "torchao", ("torchao",), "int8_sharded_tied float8 intx mixed_pt microscaling microscaling_pt int4 int4_pt"
+    ),
+    "quantized_torchao_v1": _quantized("torchao_v1", ("torchao",), "v1_int8_pt v1_mixed_pt"),
     "dcp": Group(
         tuple(torch_dcp.CASES),
         torch_dcp.write_all,
@@ -149,6 +196,27 @@ GROUPS = {
         _megatron,
         ("megatron-core", "torch"),
         ("megatron",),
+    ),
+    "orbax": Group(
+        orbax_files.CASES,
+        orbax_files.write_all,
+        lambda folder, name: {name: orbax_files.load_case(folder, name)},
+        orbax_files.PACKAGES,
+        ("jax", "flax", "optax", "orbax"),
+    ),
+    "megatron_fsdp": Group(
+        tuple(megatron_fsdp.CASES),
+        megatron_fsdp.write_all,
+        lambda folder, name: {name: megatron_fsdp.load_case(folder, name)},
+        ("megatron-core", "torch"),
+        ("megatron",),
+    ),
+    "frameworks": Group(
+        tuple(frameworks.CASES),
+        frameworks.write_all,
+        lambda folder, name: {name: frameworks.load_case(folder, name)},
+        ("ai2-olmo-core", "nanotron", "torchsnapshot", "torch"),
+        ("nanotron", "dacite", "olmo_core", "torchsnapshot"),
     ),
     "trainers": Group(
         tuple(trainers.CASES),

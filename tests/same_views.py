@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lazyckpt import CheckpointView
-from lazyckpt.core.index import TensorSpec
+from lazyckpt.core.specs import TensorSpec
 from lazyckpt.errors import LazyckptError, Problem
 from lazyckpt.io.containers.pickle.records import Attributed, Opaque
 
@@ -66,7 +66,7 @@ def _looked_up(view: CheckpointView, name: str) -> str:
 
 
 def _same_spec(a: TensorSpec, b: TensorSpec) -> None:
-    for field in ("name", "shape", "dtype", "combine", "rule", "stored_as", "nbytes"):
+    for field in ("name", "shape", "dtype", "expr", "rule", "stored_as", "nbytes"):
         equal(getattr(a, field), getattr(b, field), f"{a.name}: {field}")
     assert type(a.fragments) is type(b.fragments), a.name
     assert len(a.fragments) == len(b.fragments), a.name

@@ -79,3 +79,22 @@ def test_states_of_read_chunks_are_remembered(tmp_path: Path, change: Callable[[
     change(path)
     with contextlib.suppress(lazyckpt.ChangedFileError, lazyckpt.CorruptError, lazyckpt.MissingFileError):
         assert tensor[: 30 * LENGTH].tolist() == old.tolist()
+
+
+def test_all_chunks_are_pinned_when_the_hierarchy_is_opened(tmp_path: Path) -> None:
+    """Also those behind the first hundreds, in folders of their own, and those that are absent."""
+    root = zarr.open_group(str(tmp_path / "z"), mode="w")
+    for name in ("a", "b", "c"):
+        array = root.create_array(name, shape=(150, 8), chunks=(1, 4), dtype="f4", fill_value=7, compressors=None)
+        array[:120] = 1.0
+    view = lazyckpt.open(tmp_path / "z", cache=False)
+    for place, column in ((110, 1), (149, 0)):
+        (tmp_path / f"z/c/c/{place}").mkdir(exist_ok=True)
+        (tmp_path / f"z/c/c/{place}/{column}").write_bytes(np.full(4, 9, "f4").tobytes())
+    tensor = view["c"]
+    assert tensor[110, :4].tolist() == [1.0] * 4 and tensor[148].tolist() == [7.0] * 8
+    for key in ((110, 4), (149, 0), (slice(100, 120),), (...,)):
+        with pytest.raises(lazyckpt.ChangedFileError):
+            tensor[key]
+    new = lazyckpt.open(tmp_path / "z")["c"]
+    assert new[110, 4].item() == new[149, 0].item() == new[...][110, 4].item() == 9.0

@@ -510,7 +510,7 @@ def test_demo_in_a_process(tmp_path: Path) -> None:
     assert ESCAPE not in done.stdout
     text = done.stdout
     assert "1,152 bytes from 2 ranges in 2 files (1,152 bytes read)" in text
-    assert "| 1,152 bytes (" in text  # counted by the file system
+    assert "| 1,152 bytes (" in text  # counted by the file system: opening has compared the headers
     assert "21 of 21 tensors are equal" in text
     proofs = [line for line in text.splitlines() if line.startswith(">>> all(")]
     assert len(proofs) == 2 and all(f"{line}\nTrue\n" in text for line in proofs)

@@ -87,7 +87,7 @@ class _Plugin:
 
 
 def test_formats_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazyckpt.formats.registry.entry_points", lambda group: [_Plugin()])
+    monkeypatch.setattr("lazyckpt.formats.registry._points", lambda: [_Plugin()])
     rows = json.loads(CliRunner().invoke(cli.app, ["formats", "--json"]).stdout)
     found = {row["name"]: row for row in rows}
     assert {"dcp", "deepspeed", "huggingface", "megatron", "safetensors", "torch", "zarr"} <= set(found)

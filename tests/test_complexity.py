@@ -23,8 +23,8 @@ from lazyckpt import CheckpointView
 from lazyckpt.core.names import Names
 from lazyckpt.inspect.table import Table
 from lazyckpt.io.containers.zip import Records, data_offsets, read_zip
-from lazyckpt.io.storage.base import StoreFile
 from lazyckpt.io.storage.local import LocalStore
+from lazyckpt.io.storage.streams import StoreFile
 
 from .hostility import Entry, raw_zip
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from lazyckpt.core.box import Box
 from lazyckpt.core.compose import compose
-from lazyckpt.core.index import Part, Placement, TensorSpec
+from lazyckpt.core.placement import Part, Placement
+from lazyckpt.core.specs import TensorSpec
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.tensor import LazyTensor
 

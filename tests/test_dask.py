@@ -20,7 +20,10 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt.core.dtypes import dtype_of, to_numpy, widened
-from lazyckpt.core.index import Extent, FileInfo, Rank, TensorSpec
+from lazyckpt.core.extents import Extent
+from lazyckpt.core.index import FileInfo
+from lazyckpt.core.placement import Rank
+from lazyckpt.core.specs import TensorSpec
 from lazyckpt.formats.shared.flat import FlatFragments, Partition
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.testing.counting import opened
@@ -188,8 +191,14 @@ def test_a_cluster_that_loses_a_worker(large: tuple[Path, torch.Tensor]) -> None
     path, whole = large
     t = lazyckpt.open(path)["w"]
 
-    def slowly(block: Any) -> Any:
-        time.sleep(0.05)
+    go, done = path.with_name("go"), path.with_name("done")
+    done.mkdir()
+
+    def held(block: Any, block_info: Any = None) -> Any:
+        """When eight blocks are computed, the others wait until a worker has been killed."""
+        while len(os.listdir(done)) >= 8 and not go.exists():
+            time.sleep(0.01)
+        (done / str(block_info[0]["chunk-location"][0])).touch()
         return block
 
     def reads(*_: object) -> None:
@@ -201,13 +210,14 @@ def test_a_cluster_that_loses_a_worker(large: tuple[Path, torch.Tensor]) -> None
         mock.patch.multiple(LocalStore, read=reads, read_into=reads, map=reads),
     ):
         pids = client.run(os.getpid)
-        array = t.to_dask(chunks=(64, 64)).map_blocks(slowly, dtype=np.float32)
+        array = t.to_dask(chunks=(64, 64)).map_blocks(held, dtype=np.float32)
         assert len(cloudpickle.dumps(array.dask)) < 50_000, "no bytes of the tensor"
         blocks = client.compute(list(array.to_delayed().ravel()))
         while sum(block.done() for block in blocks) < 8:
             time.sleep(0.02)
         os.kill(next(iter(pids.values())), signal.SIGKILL)
         assert not all(block.done() for block in blocks)
+        go.touch()
         got = client.gather(blocks)
         equal(np.concatenate(got), whole, "cluster")
         total = client.compute(t.to_dask(chunks=(512, 64)).astype(np.float32).sum()).result()

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
 import lazyckpt
-from lazyckpt.core.index import Archive, Hole
+from lazyckpt.core.extents import Archive, Hole
 from lazyckpt.formats.dcp.chunks import ChunkFragments, in_chunks
 from lazyckpt.formats.dcp.metadata import Item
 from lazyckpt.testing import contract

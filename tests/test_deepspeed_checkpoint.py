@@ -523,11 +523,11 @@ def test_the_users_rules(cases: dict[str, Case]) -> None:
 def test_opening_and_asking_read_no_tensor_data(cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch) -> None:
     counts = Counts()
 
-    def counted(where: Any) -> tuple[CountingStore, str]:
-        store, name = split(where)
+    def counted(where: Any, io: str = "auto") -> tuple[CountingStore, str]:
+        store, name = split(where, io)
         return CountingStore(store, counts), name
 
-    monkeypatch.setattr("lazyckpt.deepspeed.states.split", counted)
+    monkeypatch.setattr("lazyckpt.formats.archives.split", counted)
     ours = DeepSpeedCheckpoint(tag(cases["megatron_3d"]), tp_degree=1)
     printed(ours.show_2d_mapping)
     assert {Path(path).name for path in counts.paths} == {f"mp_rank_{mp:02d}_model_states.pt" for mp in range(4)}

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.core.index import Extent
+from lazyckpt.core.extents import Extent
 from lazyckpt.testing.oracle import same
 
 from .conftest import complete

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.core.index import Hole
+from lazyckpt.core.extents import Hole
 
 from .writers import Case, bit_equal
 from .writers.deepspeed_more import NAMES

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,9 @@ from lazyckpt.export.options import WriteOptions
 from lazyckpt.formats.registry import builtin
 from lazyckpt.inspect import table as inspect_table
 from lazyckpt.show import plot
+from tests.servers.fixtures import need_obstore
+from tests.servers.hub import Hub
+from tests.servers.s3 import serve_s3
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -55,15 +59,45 @@ def api() -> ModuleType:
 
 # -- examples
 
+SERVERS = {"remote.md": "bucket", "hub.md": "hub"}  # pages, and the server that their examples read from
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The demo's files as the objects of the bucket "models", for whoever reads the environment."""
+    need_obstore()
+    with serve_s3(tmp_path, delay=0, bucket="models") as server:
+        for name, value in {"ENDPOINT_URL": server.endpoint, "ACCESS_KEY_ID": "key", "SECRET_ACCESS_KEY": "s"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        yield
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Hub with the demo's model, and with a run of two checkpoints of it."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with Hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        hub.push("org/model", tmp_path / "demo" / "model")
+        for step in (100, 200):
+            for path in (tmp_path / "demo" / "model").iterdir():
+                hub.push("org/run", {f"checkpoint-{step}/{path.name}": path.read_bytes()})
+        yield
+
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
-def test_examples_are_true(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_are_true(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """All of a page's, one after the other, where the demo's files are in ``demo``."""
     blocks = re.findall(r"^```pycon\n(.*?)^```", path.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     if not blocks:
         pytest.skip("it has none")
     monkeypatch.chdir(tmp_path)
     demo.write(tmp_path / "demo")
+    if path.name in SERVERS:
+        request.getfixturevalue(SERVERS[path.name])
     test = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, path.name, str(path), 0)
     report: list[str] = []
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -24,7 +24,7 @@ from lazyckpt.testing.oracle import as_ints
 
 from .conftest import HUGGINGFACE, MEGATRON_KINDS, TORCH, ZERO_KINDS
 from .lanes import sampled
-from .writers import Case, rank_files, torch_dcp, trainers
+from .writers import Case, orbax_files, rank_files, torch_dcp, trainers
 
 zarr = pytest.importorskip("zarr")
 pytest.importorskip("lazyckpt.interop.zarr_dtypes")  # bfloat16 and float8 for zarr-python
@@ -140,12 +140,15 @@ def check_universal(view: Any, dest: Path) -> None:
 
 
 def _wide(b: Bits) -> Bits:
-    """As float32, where it is a float."""
+    """As float32, where it is a float. torch keeps the bits of some NaN of float16: here all are torch.nan."""
     dtype = getattr(torch, b[1])
     if not dtype.is_floating_point:
         return b
     raw = torch.frombuffer(bytearray(b[2]), dtype=torch.uint8) if b[2] else torch.empty(0, dtype=torch.uint8)
-    return bits(raw.view(dtype).view(b[0]).float())
+    wide = raw.view(dtype).view(b[0]).float()
+    if dtype == torch.float16:
+        wide[wide.isnan()] = torch.nan
+    return bits(wide)
 
 
 def _of_hierarchy(root: Any, nodes: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Bits]]:
@@ -238,6 +241,7 @@ FIXTURES = {
     "dcp_cases": tuple(name for name in torch_dcp.CASES if name != "unknown_codec"),
     "rank_cases": tuple(name for name in rank_files.CASES if name != "partial"),
     "megatron_cases": MEGATRON_KINDS,
+    "orbax_cases": tuple(name for name in orbax_files.CASES if not name.startswith("dtypes")),
     "trainer_cases": tuple(name for name, spec in trainers.CASES.items() if "open_numbers" not in spec.info),
 }
 # what a format cannot hold of a fixture, and the word that names it

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +22,7 @@ from lazyckpt.errors import DestinationError
 from lazyckpt.io import system
 from lazyckpt.jobs import executor, places, publish, write
 
+from . import processes
 from .writers import bit_equal
 
 
@@ -264,7 +263,7 @@ def test_a_process_that_dies_when_the_folder_gets_its_permissions(tmp_path: Path
         "lazyckpt.open(sys.argv[1]).to_zarr(sys.argv[2])"
     )
     out = tmp_path / "out.zarr"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "x.pt"), str(out)], check=False)
+    done = processes.run("-c", code, tmp_path / "x.pt", out)
     assert done.returncode == 9
     view, before = lazyckpt.open(tmp_path / "x.pt"), os.umask(0o002)
     try:

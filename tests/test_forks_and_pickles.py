@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,10 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt.errors import CredentialsWarning
-from lazyckpt.io.storage.fsspec import RemoteStore
+from lazyckpt.io.parcels import unpacked
+from lazyckpt.io.storage.fsspec import FsspecStore
 from lazyckpt.jobs import publish
+from lazyckpt.jobs.sending import Descriptions
 
 from .lanes import sampled
 
@@ -134,7 +136,7 @@ def test_workers_of_an_executor_read_a_view(tmp_path: Path, method: str) -> None
     stop = threading.Event()
 
     def work() -> None:
-        while not stop.is_set():
+        while not stop.wait(0.002):  # the processes that start have the processor, too
             view["w"][7:9], view["w"][...]
 
     threads = [threading.Thread(target=work) for _ in range(3)]
@@ -208,15 +210,76 @@ def test_opening_leaves_the_garbage_collector_running(tmp_path: Path, monkeypatc
     assert seen == [True] and gc.get_threshold() == before
 
 
-@pytest.mark.parametrize("options", [{"token": "abc"}, {"client_kwargs": {"headers": {"Authorization": "x"}}}])
-def test_a_pickle_with_credentials_says_so(options: dict[str, object]) -> None:
-    store = RemoteStore("memory://somewhere", options)
+@pytest.mark.parametrize(
+    "options", [{"token": "hush-hush"}, {"client_kwargs": {"headers": {"Authorization": "hush-hush"}, "timeout": 3}}]
+)
+def test_a_pickle_has_no_credentials(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FsspecStore("memory://somewhere", options)
     with pytest.warns(CredentialsWarning) as told:
-        pickle.dumps(store)
-    assert "abc" not in str(told[0].message)
+        data = pickle.dumps(store)
+    assert b"hush-hush" not in data and "hush-hush" not in str(told[0].message)
+    assert pickle.loads(data).options == options, "this process can use them"
+    monkeypatch.setattr(current_process(), "authkey", b"that of another process")
+    there = pickle.loads(data)
+    assert "hush-hush" not in repr(there.options)
+    assert there.options.get("client_kwargs", {"timeout": 3}) == {"timeout": 3}, "only credentials are left out"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        pickle.dumps(RemoteStore("memory://somewhere", {"anon": True}))
+        assert pickle.loads(pickle.dumps(there)).options == there.options
+
+
+def test_a_pickle_has_credentials_if_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"token": "hush-hush", "pickle_credentials": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = pickle.dumps(FsspecStore("memory://somewhere", options))
+    monkeypatch.setattr(current_process(), "authkey", b"that of another process")
+    assert pickle.loads(data).options == options
+
+
+@pytest.mark.parametrize(
+    "options", [{"anon": True}, {"skip_signature": True}, {"account_name": "mine"}, {"token": "anon"}, {"token": None}]
+)
+def test_what_is_no_credential_stays_in_a_pickle(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = pickle.dumps(FsspecStore("memory://somewhere", options))
+    monkeypatch.setattr(current_process(), "authkey", b"that of another process")
+    assert pickle.loads(data).options == options
+
+
+def test_the_tasks_of_a_job_have_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of a cluster are started by others, and have to read what this process can read."""
+    store = FsspecStore("memory://somewhere", {"token": "hush-hush"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data = Descriptions([]).pickled([store.list])
+    monkeypatch.setattr(current_process(), "authkey", b"that of another process")
+    assert unpacked(data)[0].__self__.options == store.options
+    with pytest.warns(CredentialsWarning):
+        pickle.dumps(store)
+
+
+def _options_of(store: FsspecStore) -> object:
+    return store.options
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+@pytest.mark.filterwarnings("ignore::lazyckpt.errors.CredentialsWarning")
+def test_workers_on_this_machine_can_use_the_credentials(method: str) -> None:
+    store = FsspecStore("memory://somewhere", {"token": "hush-hush"})
+    with ProcessPoolExecutor(1, get_context(method)) as pool:
+        assert pool.submit(_options_of, store).result(timeout=120) == {"token": "hush-hush"}
+
+
+def test_a_password_in_a_url_is_never_shown() -> None:
+    with pytest.raises(lazyckpt.LazyckptError) as refused:
+        lazyckpt.open("ftp://me:hush-hush@127.0.0.1:9/run", cache=False)
+    raised: BaseException | None = refused.value
+    while raised is not None:
+        assert "hush-hush" not in str(raised)
+        raised = raised.__cause__
 
 
 def test_a_folder_with_a_link_to_itself_opens_or_fails_quickly(tmp_path: Path) -> None:

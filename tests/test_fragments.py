@@ -21,11 +21,13 @@ from lazyckpt.core.box import Box, Shape, c_strides
 from lazyckpt.core.chunking import fragment_grid
 from lazyckpt.core.compose import Composed, Layer, compose, stack
 from lazyckpt.core.dtypes import F32
+from lazyckpt.core.extents import Archive, Extent, Hole
 from lazyckpt.core.flat import Interval, Joined
 from lazyckpt.core.fragments import Fragments, fragment_boxes, fragments_of
-from lazyckpt.core.index import Archive, Extent, Fragment, Hole, Part, Placement, Rank, TensorSpec
 from lazyckpt.core.packs import member, packed
+from lazyckpt.core.placement import Part, Placement, Rank
 from lazyckpt.core.plan import plan
+from lazyckpt.core.specs import Fragment, TensorSpec
 from lazyckpt.errors import LazyckptError
 from lazyckpt.formats.dcp.chunks import in_chunks
 from lazyckpt.formats.dcp.metadata import Item
@@ -217,7 +219,7 @@ def merged(draw: st.DrawFn) -> TensorSpec:
     merge = rule([shape] * ranks)
     one = st.sampled_from((listed, partitioned))
     shards = [whole_only(draw(one)(draw, f"r{r}.", shape)) for r in range(ranks)]
-    return TensorSpec("w", merge.shape, F32, merge.join(shards), merge.combine)
+    return merge.tensor("w", F32, shards)
 
 
 def whole_only(spec: TensorSpec) -> Sequence[Fragment]:

@@ -195,10 +195,8 @@ def test_a_page_instead_of_a_file(tmp_path: Path) -> None:
 
 def test_unknown_files_are_refused_with_the_supported_formats(tmp_path: Path) -> None:
     for content in (
-        b"GGUF\x03\x00\x00\x00",
         b"some text\n",
-        b"\x89HDF\r\n\x1a\n",
-        b"\x93NUMPY\x01\x00v\x00",
+        b"TFL3\x03\x00\x00\x00",
         bytes(512),
     ):
         (tmp_path / "file").write_bytes(content * 3)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -334,7 +333,6 @@ def tar_file(path: Path) -> None:
 
 
 FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "npz": (lambda p: p.write_bytes(npz()), "no data.pkl"),
     "docx": (
         lambda p: p.write_bytes(zip_of({"[Content_Types].xml": b"<x/>", "word/document.xml": b"<x/>"})),
         "no data",
@@ -344,17 +342,9 @@ FOREIGN: dict[str, tuple[Callable[[Path], object], str]] = {
     "plain pickle, protocol 2": (lambda p: p.write_bytes(pickle.dumps([1], 2)), "plain pickle"),
     "tar": (tar_file, "tar"),
     "gzip": (lambda p: p.write_bytes(b"\x1f\x8b\x08\x00" + bytes(600)), "not a file of torch.save"),
-    "gguf": (lambda p: p.write_bytes(b"GGUF\x03\0\0\0" + bytes(100)), "GGUF"),
-    "hdf5": (lambda p: p.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(100)), "HDF"),
     "text": (lambda p: p.write_text("weights\n"), "weights"),
     "a shell script": (lambda p: p.write_text("#!/bin/sh\necho\n"), "#!/bin"),
 }
-
-
-def npz() -> bytes:
-    file = io.BytesIO()
-    np.savez(file, a=np.arange(3))
-    return file.getvalue()
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin"])

@@ -12,7 +12,10 @@ import torch
 
 import lazyckpt
 from lazyckpt.core.box import c_strides
-from lazyckpt.core.index import Extent, Fragment, Index, Rank, TensorSpec, whole
+from lazyckpt.core.extents import Extent
+from lazyckpt.core.index import Index
+from lazyckpt.core.placement import Rank
+from lazyckpt.core.specs import Fragment, TensorSpec, whole
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.show.html.tree import ROWS, Row, plan
 from lazyckpt.show.outline import outline
@@ -90,7 +93,7 @@ def saved(folder: Path, tensors: Mapping[str, torch.Tensor]) -> CheckpointView:
 def made(specs: Mapping[str, TensorSpec], problems: tuple[str, ...] = ()) -> CheckpointView:
     """A view of tensors that no file holds."""
     index = Index(format="torch", states={"weights": specs}, files={}, problems=problems)
-    return lazyckpt.view._restore(LocalStore("/"), index, "weights", ())
+    return lazyckpt.view.view_of(LocalStore("/"), index, "weights", ())
 
 
 def one(name: str, shape: tuple[int, ...] = (4, 4), path: str = "a.pt") -> TensorSpec:

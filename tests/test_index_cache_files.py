@@ -12,7 +12,7 @@ import pytest
 
 import lazyckpt
 from lazyckpt.core.dtypes import F32
-from lazyckpt.core.index import Extent
+from lazyckpt.core.extents import Extent
 from lazyckpt.errors import LazyckptError
 from lazyckpt.formats.cache import folder
 from lazyckpt.formats.cache.values import Decoder, Encoder, NotKept, inside

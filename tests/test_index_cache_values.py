@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from lazyckpt.core.dtypes import F32
-from lazyckpt.core.index import FileInfo, Rank
+from lazyckpt.core.index import FileInfo
+from lazyckpt.core.placement import Rank
 from lazyckpt.errors import Problem
 from lazyckpt.formats.cache.values import Decoder, Encoder, NotKept
 from lazyckpt.io.containers.pickle.plain import TensorRef

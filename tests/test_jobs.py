@@ -30,6 +30,7 @@ from lazyckpt.jobs.places import Folder, Sized
 
 from . import processes
 from .conftest import need
+from .holding import files_held
 from .writers import bit_equal
 
 # -- reserved blocks
@@ -264,6 +265,7 @@ def test_a_cluster_that_loses_a_worker(
     with LocalCluster(**options, local_directory=str(tmp_path / "dask")) as cluster, Client(cluster) as client:
         pids = client.run(os.getpid)
         executor = client.get_executor()
+        client.run(files_held(4, tmp_path / "go"))
         killed = threading.Event()
         pid = next(iter(pids.values()))
         killer = threading.Thread(target=_kill_when_begun, args=(tmp_path, lambda: pid, killed))
@@ -286,6 +288,7 @@ def _kill_when_begun(folder: Path, pid: Callable[[], int], killed: threading.Eve
             os.kill(pid(), signal.SIGKILL)
             if killed is not None:
                 killed.set()
+            (folder / "go").touch()
             return
         time.sleep(0.002)
 
@@ -293,7 +296,7 @@ def _kill_when_begun(folder: Path, pid: Callable[[], int], killed: threading.Eve
 # -- kill -9 of all of it
 
 _EXPORTS = """
-import os, random, signal, sys, time
+import itertools, os, random, signal, sys, threading, time
 from pathlib import Path
 import torch
 import lazyckpt
@@ -318,11 +321,14 @@ def finished(where):
     return found
 
 
-def export():
+def export(most):
     view = lazyckpt.open(source)
-    real = Folder.put
+    real, begun = Folder.put, itertools.count()
 
     def slow(self, key, content):
+        if next(begun) >= most:  # it is to be killed
+            threading.Event().wait()
+
         def pieces():
             for piece in content:
                 time.sleep(0.02)
@@ -335,16 +341,16 @@ def export():
 
 before, kept = {}, 0
 for turn in range(int(kills) + 1):
+    last, enough = turn == int(kills), max(0, len(before) + rng.randint(-5, 60))
     child = os.fork()
     if child == 0:
         try:
-            export()
+            export(float("inf") if last else enough - len(before) + 8)
         except BaseException as e:
             print(type(e).__name__, e, flush=True)
             os._exit(1)
         os._exit(0)
-    if turn < int(kills):
-        enough = len(before) + rng.randint(-5, 60)
+    if not last:
         while not staging.exists() or len(finished(staging)) < enough:
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
         time.sleep(rng.uniform(0, 0.01))

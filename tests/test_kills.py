@@ -22,7 +22,7 @@ import lazyckpt
 from lazyckpt.distributed import dcp_to_torch_save, save_state_dict
 from lazyckpt.errors import ChangedFileError, CorruptError, DestinationError, MissingFileError
 from lazyckpt.jobs import executor as job
-from lazyckpt.jobs import ledger, places
+from lazyckpt.jobs import ledger, pieces, places
 from lazyckpt.jobs import publish as staging
 from lazyckpt.jobs import write as output
 from lazyckpt.jobs import write as stream
@@ -88,13 +88,13 @@ import torch
 torch.set_num_threads(1)  # the children are forked
 import lazyckpt
 from lazyckpt.export import dcp, files, universal  # all that import `write_at`
-from lazyckpt.jobs import executor as job, ledger, publish as staging, write as stream
+from lazyckpt.jobs import executor as job, ledger, pieces, publish as staging, write as stream
 from lazyckpt.jobs.publish import staging_path, unfinished
 from tests import test_kills
 
 source, folder, name, kills, seed = sys.argv[1:]
 dest, rng = Path(folder) / test_kills.WRITERS[name][0], random.Random(seed)
-stream.PIECE = stream.RUN = test_kills.RUN
+stream.PIECE = pieces.PIECE = stream.RUN = test_kills.RUN
 job._TOGETHER = 1
 ledger._HELD = 0
 
@@ -224,6 +224,7 @@ def compared(source: Path, dest: Path, name: str) -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small runs, each of which is told of at once."""
     monkeypatch.setattr(stream, "PIECE", RUN)
+    monkeypatch.setattr(pieces, "PIECE", RUN)
     monkeypatch.setattr(stream, "RUN", RUN)
     monkeypatch.setattr(job, "_TOGETHER", 1)
     monkeypatch.setattr(ledger, "_HELD", 0)

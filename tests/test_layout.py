@@ -10,7 +10,9 @@ import torch
 
 import lazyckpt
 from lazyckpt.core.box import Box, c_strides
-from lazyckpt.core.index import Extent, Fragment, Part, Rank, TensorSpec
+from lazyckpt.core.extents import Extent
+from lazyckpt.core.placement import Part, Rank
+from lazyckpt.core.specs import Fragment, TensorSpec
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.show.layout import boxes, drawing, ranges
 from lazyckpt.tensor import LazyTensor

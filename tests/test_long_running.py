@@ -47,8 +47,8 @@ class MallInfo(ctypes.Structure):  # struct mallinfo2 of glibc
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
-times, warm_up = int(sys.argv[1]), int(sys.argv[2])
-paths = sys.argv[3:]
+times, warm_up, watched = map(int, sys.argv[1:4])
+paths = sys.argv[4:]
 libc = ctypes.CDLL(None)
 
 def kib(key):
@@ -93,7 +93,7 @@ grown = {name: min(half[name] for half in halves) for name in halves[0]}
 tracemalloc.start()
 def traced():
     for path in paths:
-        for n in range(min(times, 20)):
+        for n in range(watched):
             cycle(path)
     gc.collect()
     return tracemalloc.get_traced_memory()[0]
@@ -107,8 +107,8 @@ class Grown(NamedTuple):
     """By how much a process has grown in that half of the cycles in which it has grown less: numbers, and bytes.
 
     ``blocks`` are Python's small ones; ``memory`` is what else was allocated and not freed. ``resident`` also contains
-    what lies free between blocks in use, which differs from run to run. ``traced`` is Python's, of 20 cycles, the less
-    of two times.
+    what lies free between blocks in use, which differs from run to run. ``traced`` is Python's, of up to 20 cycles, the
+    less of two times.
     """
 
     descriptors: int
@@ -121,9 +121,15 @@ class Grown(NamedTuple):
     traced: int
 
 
-def grown(work: str, times: int, *paths: Path, warm_up: int = 20) -> Grown:
-    """Run ``times`` cycles for each path, after ``warm_up`` others. ``work`` defines ``cycle(path)``."""
-    done = processes.run("-c", _PROGRAM % work, str(times), str(warm_up), *paths, timeout=1500)
+def grown(work: str, times: int, *paths: Path, warm_up: int | None = None) -> Grown:
+    """Run ``times`` cycles for each path, after ``warm_up`` others. ``work`` defines ``cycle(path)``.
+
+    Those that tracemalloc watches take several times as long as others: they are few by default.
+    """
+    everything = os.environ.get(LANE) == "all"
+    warm_up = warm_up or (20 if everything else 10)
+    watched = min(times, 20 if everything else 6)
+    done = processes.run("-c", _PROGRAM % work, str(times), str(warm_up), str(watched), *paths, timeout=1500)
     assert done.returncode == 0, done.stderr[-3000:]
     return Grown(**json.loads(done.stdout.splitlines()[-1]))
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import lazyckpt
-from lazyckpt.core.index import Archive, FileInfo
+from lazyckpt.core.extents import Archive
+from lazyckpt.core.index import FileInfo
 from lazyckpt.io.pool import each
 from lazyckpt.io.reading.packed import locate_all
 from lazyckpt.io.storage.base import Buffer, Store
@@ -61,11 +62,11 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> Meter:
     """What `lazyckpt.open` reads is slow from now on."""
     meter = Meter()
 
-    def slow(path: Path) -> tuple[SlowStore, str]:
+    def slow(path: Path, io: str = "auto") -> tuple[SlowStore, str]:
         store, name = split(path)
         return SlowStore(store, meter), name
 
-    monkeypatch.setattr("lazyckpt.formats.opening.split", slow)
+    monkeypatch.setattr("lazyckpt.formats.archives.split", slow)
     return meter
 
 

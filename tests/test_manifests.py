@@ -25,7 +25,7 @@ from lazyckpt.errors import DestinationError, FormatError
 from lazyckpt.inspect import digest as engine
 from lazyckpt.inspect import small
 from lazyckpt.jobs import executor as job
-from lazyckpt.jobs import ledger
+from lazyckpt.jobs import ledger, pieces
 from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.publish import unfinished
 from lazyckpt.testing.counting import opened
@@ -58,6 +58,7 @@ def small_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merkle, "RUN", 1024)
     monkeypatch.setattr(stream, "RUN", 4096)
     monkeypatch.setattr(stream, "PIECE", 4096)
+    monkeypatch.setattr(pieces, "PIECE", 4096)
     monkeypatch.setattr(small, "SMALL", 512)
 
 

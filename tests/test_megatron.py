@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.core.index import Extent
-from lazyckpt.core.index import whole as in_one_piece
+from lazyckpt.core.extents import Extent
+from lazyckpt.core.specs import whole as in_one_piece
 from lazyckpt.formats.megatron.stacks import logical
 from lazyckpt.layouts.megatron import megatron_rules
 from lazyckpt.layouts.merge import decide

@@ -15,7 +15,9 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 import lazyckpt
 from lazyckpt.core.box import Box, c_strides
-from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
+from lazyckpt.core.extents import Extent
+from lazyckpt.core.placement import Part
+from lazyckpt.core.specs import Fragment, TensorSpec
 from lazyckpt.formats.megatron.buckets import ranks_of, walk
 from lazyckpt.formats.megatron.stacks import regridded
 from lazyckpt.io.storage.local import LocalStore
@@ -419,3 +421,17 @@ def test_an_array_that_cannot_be(zarr_folder: tuple[Path, dict[str, torch.Tensor
     (line,) = view.problems
     assert (line.code, line.path) == ("unreadable-file", "decoder.layers.mlp.linear_fc2.weight") and ".zarray" in line
     assert "decoder.final_layernorm.weight" in view and not any("linear_fc2" in name for name in view)
+
+
+@pytest.mark.parametrize("inside", ["", "weights"])
+def test_the_folder_of_nemo_2(cases: dict[str, Case], tmp_path: Path, inside: str) -> None:
+    """nemo/lightning/ckpt_utils.py: the checkpoint in `weights`, the model's description in `context`."""
+    case = cases["single"]
+    (tmp_path / "context").mkdir()
+    (tmp_path / "context" / "model.yaml").write_text("config: {}\n")
+    (tmp_path / "context" / "io.json").write_text("{}")
+    shutil.copytree(next(case.path.glob("iter_*")), tmp_path / "weights")
+    view = lazyckpt.open(tmp_path / inside)
+    assert (view.format, view.problems) == ("megatron-dist", ())
+    for key, whole in case.truth["weights"].items():
+        same(view[key][...], whole, key)

@@ -13,7 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lazyckpt
-from lazyckpt.core.index import Extent, Hole, Rank, TensorSpec
+from lazyckpt.core.dtypes import F32
+from lazyckpt.core.extents import Extent, Hole
+from lazyckpt.core.placement import Rank
+from lazyckpt.core.specs import TensorSpec
 from lazyckpt.formats.shared.flat import FlatFragments, Partition
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.layouts.families import family_rules
@@ -109,7 +112,7 @@ def test_the_mean_of_drifted_copies(tmp_path: Path) -> None:
     held = [np.float32([1, 2, 3]), np.float32([3, 2, 7])]
     local, _ = laid_out(tmp_path, held, 2, False)
     merged = decide("norm", [(3,), (3,)], [user_rules({"norm": "average"})])
-    spec = TensorSpec("norm", (3,), torch.float32, merged.join(local), merged.combine)
+    spec = merged.tensor("norm", F32, local)
     assert lazyckpt.LazyTensor(LocalStore(tmp_path), spec).numpy().tolist() == [2, 2, 5]
 
 

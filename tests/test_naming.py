@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import lazyckpt
-from lazyckpt.core.index import Index, TensorSpec
+from lazyckpt.core.index import Index
+from lazyckpt.core.specs import TensorSpec
 from lazyckpt.errors import FormatError
 from lazyckpt.formats.shared.wrappers import without_wrappers
 from lazyckpt.testing.oracle import same

@@ -59,6 +59,7 @@ def saved(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
     return tmp_path / "x.pt", state
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "options", [{}, {"codec": "zstd"}, {"shard": True}, {"shard": "1KiB", "chunk": 64}, {"chunk": 100}]
 )
@@ -147,7 +148,7 @@ def test_a_converted_view(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path:
 def test_neighbours_in_a_file_are_read_together(tmp_path: Path) -> None:
     save_file({f"l.{n}.w": torch.full((64,), float(n)) for n in range(1000)}, tmp_path / "x.safetensors")
     view = lazyckpt.open(tmp_path / "x.safetensors")
-    with mock.patch.object(LocalStore, "read_into", autospec=True, side_effect=LocalStore.read_into) as reads:
+    with mock.patch.object(LocalStore, "_fetch_pieces", autospec=True, side_effect=LocalStore._fetch_pieces) as reads:
         view.to_zarr(tmp_path / "out.zarr", pack=True)
     assert 1 <= len(reads.mock_calls) <= 2
 
@@ -244,7 +245,8 @@ def test_another_source_is_another_job(tmp_path: Path) -> None:
 
 def test_columns_only_of_raw_elements() -> None:
     dtype = next(d for d in DTYPES if d.name == "float32")
-    from lazyckpt.core.index import Extent, Fragment, TensorSpec
+    from lazyckpt.core.extents import Extent
+    from lazyckpt.core.specs import Fragment, TensorSpec
 
     def spec(path: str, **changes: Any) -> TensorSpec:
         extent = Extent(path, 0, changes.pop("dtype", dtype), (3,), (1,), **changes)

@@ -129,6 +129,7 @@ def test_unfinished_dict_is_not_an_item(tmp_path: Path) -> None:
 
 def test_unfinished_object_is_not_an_item(tmp_path: Path) -> None:
     """An object is pushed, then its state: where that begins, it is as if an item had ended."""
+
     def made(n: int) -> bytes:
         state = dict_of(text("k" * 5000), number(1))
         named = call(b"cargparse\nNamespace\n")

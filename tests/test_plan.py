@@ -18,8 +18,12 @@ from hypothesis import strategies as st
 
 from lazyckpt import DataError, MissingFileError
 from lazyckpt.core.box import Box, c_strides
-from lazyckpt.core.index import Extent, Fragment, Hole, Part, Rank, TensorSpec
+from lazyckpt.core.compose import averaged
+from lazyckpt.core.dtypes import dtype_of
+from lazyckpt.core.extents import Extent, Hole
+from lazyckpt.core.placement import Part, Rank
 from lazyckpt.core.select import Selection
+from lazyckpt.core.specs import Fragment, TensorSpec
 from lazyckpt.formats.shared.flat import FlatFragments, Partition
 from lazyckpt.io import pool
 from lazyckpt.io.reading import gather
@@ -235,8 +239,9 @@ def test_the_mean_of_replicas(data: st.DataObject, shape: tuple[int, ...], dtype
     disk = Disk(rng)
     wide = np.float64 if dtype == torch.float64 else np.float32
     total = np.zeros(shape, wide)
-    fragments = []
+    replicas = []
     for _ in range(count):
+        fragments = []
         array = fill(rng, shape, dtype, "exact")
         total += array.astype(wide)
         rows = data.draw(st.integers(0, shape[0])) if shape else 0
@@ -245,7 +250,8 @@ def test_the_mean_of_replicas(data: st.DataObject, shape: tuple[int, ...], dtype
             extent, _ = disk.store(data.draw, block, dtype, "flagged", flat=False)
             start = (lo, *[0] * (len(shape) - 1)) if shape else ()
             fragments.append(Fragment(extent, block.shape, (Part(Box.of(block.shape), start),)))
-    spec = TensorSpec("t", shape, dtype, tuple(fragments), combine="mean")
+        replicas.append(tuple(fragments))
+    spec = averaged("t", shape, dtype_of(dtype), replicas, "")
     expected = (total / wide(count)).astype(NUMPY[dtype])
     case = Placed(spec, expected, {p: bytes(b) for p, b in disk.files.items()}, [], np.zeros(shape))
     key = data.draw(keys(shape))
@@ -259,8 +265,10 @@ def test_the_mean_of_replicas(data: st.DataObject, shape: tuple[int, ...], dtype
 def test_a_mean_with_holes_is_the_same_for_every_slice(data: st.DataObject, n: int, count: int) -> None:
     """Which replicas an element is the mean of must not depend on what else was asked for."""
     disk = Disk(np.random.default_rng(n))
-    fragments = []
+    replicas = []
+    values = np.zeros((count, n))
     for r in range(count):
+        fragments = []
         cuts = sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=2))})
         for lo, hi in pairwise(cuts):
             part = (Part(Box((0,), (hi - lo,)), (lo,)),)
@@ -270,11 +278,14 @@ def test_a_mean_with_holes_is_the_same_for_every_slice(data: st.DataObject, n: i
             block = np.full(hi - lo, float(10**r), np.float32)
             extent, _ = disk.store(data.draw, block, torch.float32, "plain", flat=False)
             fragments.append(Fragment(extent, (hi - lo,), part))
-    spec = TensorSpec("t", (n,), torch.float32, tuple(data.draw(st.permutations(fragments))), combine="mean")
+            values[r, lo:hi] = 10**r
+        replicas.append(tuple(data.draw(st.permutations(fragments))))
+    spec = averaged("t", (n,), dtype_of(torch.float32), data.draw(st.permutations(replicas)), "")
     case = Placed(spec, np.zeros(n), {p: bytes(b) for p, b in disk.files.items()}, [], np.zeros(n))
     with files(case) as folder:
         tensor = LazyTensor(LocalStore(folder), spec)
         whole = tensor[...]
+        assert np.array_equal(whole.numpy(), (values.sum(0) / (values > 0).sum(0)).astype(np.float32))
         for i in range(n):
             assert tensor[i] == whole[i]
 

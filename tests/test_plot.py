@@ -241,7 +241,7 @@ def test_layout_reads_nothing(case: Case) -> None:
         assert len({p.get_facecolor() for p in ax.patches}) <= len(holders)
         legend = ax.get_legend()
         if legend is not None:
-            assert {text.get_text() for text in legend.get_texts()} == {plot._short(label) for label in holders}
+            assert {text.get_text() for text in legend.get_texts()} == {plot.short(label) for label in holders}
 
 
 def test_layout_of_a_lost_file(dcp_hole: tuple[lazyckpt.CheckpointView, Case]) -> None:

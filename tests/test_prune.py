@@ -178,8 +178,8 @@ def test_nothing_to_prune(tmp_path: Path) -> None:
         lazyckpt.prune(tmp_path, 1, delete=True)
     with pytest.raises(MissingFileError):
         lazyckpt.prune(tmp_path / "nowhere", 1)
-    with pytest.raises(DestinationError, match="only folders of this machine are pruned"):
-        lazyckpt.prune("s3://bucket/run", 1)
+    with pytest.raises(DestinationError, match="hf upload"):
+        lazyckpt.prune("hf://someone/run", 1)
 
 
 def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

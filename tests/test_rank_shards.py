@@ -7,8 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from lazyckpt.core.box import Shape, c_strides
+from lazyckpt.core.compose import held, is_mean
 from lazyckpt.core.dtypes import BF16, F32, DType
-from lazyckpt.core.index import Extent, Fragment, Hole, Rank, TensorSpec
+from lazyckpt.core.extents import Extent, Hole
+from lazyckpt.core.placement import Rank
+from lazyckpt.core.specs import Fragment, TensorSpec
 from lazyckpt.formats.shared.rank_shards import NOT_WHOLE, Merging, Shard, Shards, add, missing, undecided, update
 from lazyckpt.layouts.merge import Merge, averaged, concatenated, decide, in_parts, replicated, stacked, user_rules
 
@@ -87,8 +90,8 @@ def test_a_number_has_all_copies() -> None:
 @pytest.mark.parametrize("rule", ["replicated", "average"])
 def test_a_whole_on_every_rank(rule: str) -> None:
     spec = merging(rule).whole("w", {0: shard(0, (2, 3)), 1: shard(1, (2, 3))}, 2)
-    assert (spec.shape, len(spec.fragments)) == ((2, 3), 2)
-    assert spec.combine == ("mean" if rule == "average" else "first")
+    assert (spec.shape, len(held(spec))) == ((2, 3), 2)
+    assert is_mean(spec) == (rule == "average")
 
 
 def test_a_single_shard_is_the_tensor() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.core.index import Hole
+from lazyckpt.core.extents import Hole
 from lazyckpt.formats.ranks.fragments import MeshFragments
 from lazyckpt.testing import contract
 from lazyckpt.testing.contract import Check
@@ -330,3 +331,16 @@ def test_intact_is_told_without_a_plan(rank_cases: dict[str, Case], tmp_path: Pa
         fragments = lazyckpt.open(path)["emb.weight"].fragments
         assert isinstance(fragments, MeshFragments)
         assert fragments.intact == wanted
+
+
+def test_composers_saves_are_not_merged(tmp_path: Path) -> None:
+    """composer/callbacks/checkpoint_saver.py: a file for each save of rank 0, and a link to the last one."""
+    for batch in (10, 20):
+        state = {"model": {"a.weight": torch.full((2, 3), float(batch))}, "optimizers": {}}
+        torch.save({"state": state, "rng": []}, tmp_path / f"ep0-ba{batch}-rank0.pt")
+        os.utime(tmp_path / f"ep0-ba{batch}-rank0.pt", (batch, batch))
+    os.symlink("ep0-ba20-rank0.pt", tmp_path / "latest-rank0.pt")
+    view = lazyckpt.open(tmp_path)
+    assert [name for name in view if name.endswith("a.weight")] == list(view) and len(view) == 1
+    assert (view[next(iter(view))][...] == 20).all()
+    assert [(line.code, line.path) for line in view.problems] == [("left-over-file", "ep0-ba10-rank0.pt")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 import lazyckpt
-from lazyckpt.formats import reader
+from lazyckpt.formats import reader, registry
 from lazyckpt.testing.oracle import same
 
 _PLUGIN = """
-from lazyckpt.core.index import Extent, Index, whole
+from lazyckpt.core.extents import Extent
+from lazyckpt.core.index import Index
+from lazyckpt.core.specs import whole
 from lazyckpt.formats.reader import Reader
 import torch
 
@@ -59,6 +63,35 @@ def test_an_installed_reader_is_asked(acme: Path) -> None:
     assert lazyckpt.open(acme, format="acme").format == "acme"
 
 
+def test_a_reader_that_is_installed_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packages are listed once for many folders, and anew when one is installed."""
+    site = tmp_path / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    listed: list[str] = []
+
+    def counted(group: str) -> EntryPoints:
+        listed.append(group)
+        return entry_points(group=group)
+
+    monkeypatch.setattr(registry, "entry_points", counted)
+    path = tmp_path / "weights.late"
+    path.write_bytes(b"LATE" + bytes(20))
+    for _ in range(5):
+        with pytest.raises(lazyckpt.FormatError):
+            lazyckpt.open(path)
+    assert listed == [reader.GROUP]
+    before = site.stat().st_mtime_ns
+    info = site / "late_reader-1.0.dist-info"
+    info.mkdir()
+    (site / "late_reader.py").write_text(_PLUGIN.replace("ACME", "LATE"))
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: late-reader\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{reader.GROUP}]\nlate = late_reader:READER\n")
+    os.utime(site, ns=(before + 10**9,) * 2)  # however coarse the clocks of the file system and of importlib are
+    assert list(lazyckpt.open(path)) == ["acme.w"]
+    assert listed == [reader.GROUP] * 2
+
+
 def test_without_it_the_file_is_unknown(tmp_path: Path) -> None:
     (tmp_path / "weights.acme").write_bytes(b"ACME" + bytes(20))
     with pytest.raises(lazyckpt.FormatError) as error:
@@ -91,8 +124,8 @@ def test_the_wrong_reader_says_so(tmp_path: Path, wrong: str) -> None:
 def test_an_unknown_reader_name_lists_those_there_are(tmp_path: Path, acme: Path) -> None:
     torch.save({"w": torch.arange(3)}, tmp_path / "x.pt")
     with pytest.raises(lazyckpt.FormatError) as error:
-        lazyckpt.open(tmp_path / "x.pt", format="tensorflow")
-    for name in ("tensorflow", "deepspeed", "huggingface", "safetensors", "torch", "acme"):
+        lazyckpt.open(tmp_path / "x.pt", format="onnx")
+    for name in ("onnx", "deepspeed", "huggingface", "safetensors", "torch", "acme"):
         assert name in str(error.value)
 
 

@@ -106,7 +106,7 @@ def test_what_cuts_tensors_is_for_one_step(tmp_path: Path) -> None:
 def test_only_the_wanted_steps_and_bytes_are_read(tmp_path: Path) -> None:
     saved(tmp_path, tuple(range(1, 21)))
     counts = Counts()
-    with mock.patch("lazyckpt.runs.view.split", lambda where: (CountingStore(split(where)[0], counts), "")):
+    with mock.patch("lazyckpt.runs.view.locate", lambda where, options: (CountingStore(split(where)[0], counts), "")):
         run = lazyckpt.open_run(tmp_path)
         t = run["layers.0.up.weight"]
     counts.clear()

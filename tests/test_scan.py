@@ -82,6 +82,22 @@ def test_a_pickle_is_found_wherever_it_is(name: str, tmp_path: Path) -> None:
     assert any(f.code == "dangerous-pickle" and f.file == file and ".system" in str(f) for f in report), report
 
 
+@pytest.mark.parametrize("name", [*FILES, *OTHERS])
+def test_files_behind_a_url_are_judged_as_local_ones(name: str, tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    files = {FILES[name][0]: FILES[name][1](tmp_path / "marker")} if name in FILES else OTHERS[name][0]
+    folder = written(tmp_path / "a", files)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder), "/scanned", recursive=True)
+    try:
+        report, local = lazyckpt.scan("memory://scanned"), lazyckpt.scan(folder)
+    finally:
+        memory.rm("/scanned", recursive=True)
+    assert [(f.code, f.severity, str(f), f.file) for f in report] == [
+        (f.code, f.severity, str(f), f.file) for f in local
+    ]
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_code_and_bombs_are_found(name: str, tmp_path: Path) -> None:
     files, code = OTHERS[name]

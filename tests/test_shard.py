@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import lazyckpt
 from lazyckpt import DataError, FormatError, MeshError, SelectionError
 from lazyckpt.core.flat import interval, joined
-from lazyckpt.core.index import Mesh, Rank
+from lazyckpt.core.placement import Mesh, Rank
 from lazyckpt.layouts.ranks import rank_of, world_size
 from lazyckpt.tensor import LazyTensor
 from lazyckpt.testing.counting import opened

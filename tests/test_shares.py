@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,8 @@ from lazyckpt.errors import DataError, DestinationError
 from lazyckpt.export import writer
 from lazyckpt.jobs import destination, shares
 from lazyckpt.jobs.executor import run
+
+from . import processes
 
 COUNT = 3
 
@@ -215,25 +215,47 @@ def test_unfinished_work_of_another_number_of_shares_is_refused(source: Path, tm
 
 
 _SHARE = """
-import sys, time
+import itertools, os, signal, sys
 import lazyckpt
-from lazyckpt.jobs import write
+from lazyckpt.jobs import executor, ledger
 
-source, out, share, count, slow = sys.argv[1:]
-read_piece = write.contents
-def slowly(tensor):
-    for item in read_piece(tensor):
-        time.sleep(float(slow))
-        yield item
-write.contents = slowly
+source, out, share, count, most = sys.argv[1:]
+if int(most):  # the process is killed when it has written and recorded so many runs
+    ledger._HELD, executor._TOGETHER = 0, 1
+    add, added = ledger.Ledger.add, itertools.count(1)
+    def held(*arguments):
+        add(*arguments)
+        if next(added) == int(most):
+            os.kill(os.getpid(), signal.SIGKILL)
+    ledger.Ledger.add = held
 result = lazyckpt.open(source).to_safetensors(out, share=(int(share), int(count)), max_shard_size="20KB")
 print(len(result.paths))
 """
 
 
-def _start(source: Path, out: Path, share: int, count: int, slow: float = 0.0) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _SHARE, str(source), str(out), str(share), str(count), str(slow)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+_AT_ONCE = """
+import os, sys
+import lazyckpt
+
+source, out, count = sys.argv[1:]
+children = []
+for share in range(int(count)):
+    if pid := os.fork():
+        children.append(pid)
+        continue
+    code = 1
+    try:
+        result = lazyckpt.open(source).to_safetensors(out, share=(share, int(count)), max_shard_size="20KB")
+        os.write(1, b"%d\\n" % len(result.paths))
+        code = 0
+    finally:
+        os._exit(code)
+sys.exit(any([os.waitpid(pid, 0)[1] for pid in children]))
+"""
+
+
+def _share(source: Path, out: Path, share: int, count: int, most: int = 0) -> subprocess.CompletedProcess[str]:
+    return processes.run("-c", _SHARE, *map(str, (source, out, share, count, most)))
 
 
 @pytest.mark.slow
@@ -241,10 +263,10 @@ def test_shares_at_the_same_time(source: Path, tmp_path: Path) -> None:
     """Exactly one publishes, or a share that was done sees that another one has."""
     for turn in range(3):
         out = tmp_path / f"out{turn}"
-        running = [_start(source, out, n, 4) for n in range(4)]
-        ends = [process.communicate(timeout=120) for process in running]
-        assert all(process.returncode == 0 for process in running), ends
-        assert any(int(found) for found, _ in ends)
+        done = processes.run("-c", _AT_ONCE, source, out, "4")
+        assert done.returncode == 0, done.stderr
+        found = [int(line) for line in done.stdout.split()]
+        assert len(found) == 4 and any(found)
         assert not lazyckpt.diff(source, out)
         assert not list(tmp_path.glob(f".out{turn}.*"))
 
@@ -252,19 +274,11 @@ def test_shares_at_the_same_time(source: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_share_is_called_again(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    victim = _start(source, out, 0, 2, 1.0)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob("..out.share-0-of-2.incomplete/*/*.safetensors")):
-        assert victim.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(1.5)
-    victim.send_signal(signal.SIGKILL)
-    victim.communicate()
-    other = _start(source, out, 1, 2)
-    assert other.communicate(timeout=120)[0] == "0\n", "a share is missing"
+    assert _share(source, out, 0, 2, 2).returncode == -signal.SIGKILL
+    assert list(tmp_path.glob("..out.share-0-of-2.incomplete/*/*.safetensors"))
+    assert _share(source, out, 1, 2).stdout == "0\n", "a share is missing"
     assert not out.exists()
-    again = _start(source, out, 0, 2)
-    assert int(again.communicate(timeout=120)[0]) > 2
+    assert int(_share(source, out, 0, 2).stdout) > 2
     assert not lazyckpt.diff(source, out) and not list(tmp_path.glob(".*"))
 
 

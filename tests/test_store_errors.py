@@ -17,8 +17,10 @@ from lazyckpt.core.index import FileInfo
 from lazyckpt.errors import ChangedFileError, MissingFileError, cannot_read
 from lazyckpt.formats.reader import Source
 from lazyckpt.formats.registry import read_index
-from lazyckpt.io.storage.base import Entry, Fetched, Store, StoreFile, present
+from lazyckpt.io.storage.access import present
+from lazyckpt.io.storage.base import Entry, Fetched, Store
 from lazyckpt.io.storage.local import LocalStore
+from lazyckpt.io.storage.streams import StoreFile
 
 from .conftest import need
 from .writers import Case

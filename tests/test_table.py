@@ -18,9 +18,11 @@ from lazyckpt.core.box import Selection, Shape, c_strides, span_boxes
 from lazyckpt.core.compose import Composed
 from lazyckpt.core.copies import Copy
 from lazyckpt.core.dtypes import dtype_of
+from lazyckpt.core.extents import Extent
 from lazyckpt.core.fragments import fragments_of
-from lazyckpt.core.index import Extent, Placement, Rank, TensorSpec
+from lazyckpt.core.placement import Placement, Rank
 from lazyckpt.core.plan import plan
+from lazyckpt.core.specs import TensorSpec
 from lazyckpt.core.table import Copies, choose, spans
 from lazyckpt.formats.dcp.chunks import in_chunks
 from lazyckpt.formats.shared.flat import FlatFragments, Partition

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 import lazyckpt
 from lazyckpt.errors import CorruptError, DestinationError
 from lazyckpt.export import dcp as written
-from lazyckpt.export import torch as saved
 from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.publish import unfinished
 
@@ -175,7 +174,7 @@ def test_resume_and_publish(training: Path, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(written, "CHUNK", 200)
     monkeypatch.setattr(written, "FILE", 4000)
     monkeypatch.setattr("lazyckpt.jobs.executor._TOGETHER", 1)
-    real, calls = saved._finish, []
+    real, calls = stream._finish, []
 
     def finish(*args: Any) -> None:
         calls.append(args)
@@ -183,7 +182,7 @@ def test_resume_and_publish(training: Path, tmp_path: Path, monkeypatch: pytest.
             raise OSError(28, "No space left on device")
         real(*args)
 
-    monkeypatch.setattr(saved, "_finish", finish)
+    monkeypatch.setattr(stream, "_finish", finish)
     out, staging = tmp_path / "out", tmp_path / ".out.incomplete"
     with pytest.raises(DestinationError, match=r"No space left.*call again"):
         lazyckpt.open(training).to_dcp(out)
@@ -201,7 +200,7 @@ def test_resume_and_publish(training: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_verify_finds_damage(training: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = saved._finish
+    real = stream._finish
 
     def finish(path: Path, *args: Any) -> None:
         real(path, *args)
@@ -209,7 +208,7 @@ def test_verify_finds_damage(training: Path, tmp_path: Path, monkeypatch: pytest
             file.seek(750)
             file.write(b"\x55")
 
-    monkeypatch.setattr(saved, "_finish", finish)
+    monkeypatch.setattr(stream, "_finish", finish)
     with pytest.raises(CorruptError, match="do not hold what the source holds"):
         lazyckpt.open(training).to_dcp(tmp_path / "out", verify=True)
     assert sorted(os.listdir(tmp_path)) == ["training.pt"]

@@ -344,15 +344,17 @@ def test_a_buffer_is_not_filled_again_before_its_copy_is_done(tmp_path: Path, mo
     view = lazyckpt.open(path, cache=False)
     seen = _Watched(monkeypatch)
     most: list[int] = []
+    ahead: list[bool] = []
 
     def hold(number: int) -> None:
         if number == 0:
-            seen.wait(_BUFFERS)
+            ahead.append(seen.wait(2))  # its own read, and that of the next buffer
             threading.Event().wait(0.2)
             most.append(len(seen.offsets))
 
     with simulated(hold):
         same(near(view["t"].to("cuda")), whole, "t")
+    assert ahead == [True]
     assert most and most[0] <= _BUFFERS
 
 

@@ -144,6 +144,19 @@ def test_tallies_are_those_of_torch() -> None:
     assert (found["low"], found["high"]) == (float(finite.min()), float(finite.max()))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (64, 64)])
+def test_numbers_whose_squares_are_too_large(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    made = torch.Generator().manual_seed(0)
+    x = torch.randint(-(1 << 63), (1 << 63) - 1, shape, generator=made).view(torch.float64)
+    x = torch.where(x.isfinite(), x, 1.0)
+    x.view(-1)[0] = -1e300
+    (found,) = tally(x.reshape(-1))
+    assert (found["squares"], found["high"]) == (float("inf"), float(x.max()))
+    save_file({"a.weight": x}, tmp_path / "model.safetensors")
+    report = lazyckpt.verify(tmp_path / "model.safetensors")
+    assert not [one for one in report.findings if one.severity == "error"]
+
+
 # -- files
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import lazyckpt
-from lazyckpt.core.index import Extent
+from lazyckpt.core.extents import Extent
 from lazyckpt.io import pool, system
 from lazyckpt.io.reading import device as transfer
 from lazyckpt.io.reading.arenas import SMALL

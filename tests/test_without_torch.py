@@ -15,7 +15,8 @@ import torch
 
 import lazyckpt
 from lazyckpt.core.dtypes import DTYPES, F32, FROM_NAME, DType, dtype_of, to_numpy
-from lazyckpt.core.index import Extent, TensorSpec
+from lazyckpt.core.extents import Extent
+from lazyckpt.core.specs import TensorSpec
 from lazyckpt.errors import DataError
 
 from .writers import Case, megatron_core

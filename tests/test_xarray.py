@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import pickle
+import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,6 +110,8 @@ def test_guessing(case: Case, tmp_path: Path) -> None:
     engine = LazyckptBackend()
     assert engine.guess_can_open(case.path)
     xr.Dataset({"a": ("x", [1.0])}).to_zarr(tmp_path / "s", zarr_format=3)
+    archive = shutil.make_archive(str(tmp_path / "packed"), "tar", case.path)
+    assert engine.guess_can_open(archive)
     (tmp_path / "x.nc").write_bytes(b"CDF\x01 and so on")
     for no in (tmp_path / "s", tmp_path / "x.nc", tmp_path / "missing", "https://example.org/x.nc", 3, b"CDF"):
         assert not engine.guess_can_open(no), no

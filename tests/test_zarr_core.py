@@ -30,9 +30,11 @@ import lazyckpt
 from lazyckpt.core.box import Box, c_strides
 from lazyckpt.core.chunking import chunk_box, chunk_shape, fragment_grid, grid_of
 from lazyckpt.core.dtypes import F32
-from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
+from lazyckpt.core.extents import Extent
+from lazyckpt.core.placement import Part
 from lazyckpt.core.plan import plan
 from lazyckpt.core.references import reference_chunk, references
+from lazyckpt.core.specs import Fragment, TensorSpec
 from lazyckpt.formats.zarr import documents
 from lazyckpt.formats.zarr.documents import FOREIGN, NAMES, fill_value, paths
 from lazyckpt.interop import zarr_dtypes

@@ -24,7 +24,9 @@ from hypothesis import strategies as st
 import lazyckpt
 from lazyckpt.core.box import Box
 from lazyckpt.core.dtypes import I32, to_numpy
-from lazyckpt.core.index import Extent, Fragment, Part, TensorSpec
+from lazyckpt.core.extents import Extent
+from lazyckpt.core.placement import Part
+from lazyckpt.core.specs import Fragment, TensorSpec
 from lazyckpt.errors import ChangedFileError, CorruptError, DataError, DestinationError, MissingFileError
 from lazyckpt.export import chunks
 from lazyckpt.export import zarr as export
@@ -224,7 +226,7 @@ def test_an_object_store(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     url = "memory://export/out.zarr"
     view.to_zarr(url, chunk=4000, verify=True)
     _check(zarr.open_group(url, mode="r"), state)
-    with pytest.raises(DestinationError, match="holds a zarr hierarchy"):
+    with pytest.raises(DestinationError, match="exists already"):
         view.to_zarr(url)
     view.select("i").to_zarr(url, overwrite=True)
     assert list(zarr.open_group(url, mode="r")["weights"]) == ["i"]
@@ -233,8 +235,6 @@ def test_an_object_store(saved: tuple[Path, dict[str, torch.Tensor]]) -> None:
     with pytest.raises(DestinationError, match="no zarr hierarchy"):
         view.to_zarr("memory://export/other", overwrite=True)
     assert fs.find("/export/other") == ["/export/other/file"]
-    with pytest.raises(DestinationError, match="local path"):
-        view.to_zarr("memory://x.zip")
     with pytest.raises(DestinationError, match=r"nosuch"):
         view.to_zarr("nosuch://x/y")
 
@@ -247,21 +247,21 @@ def test_an_object_store_that_fails_midway(saved: tuple[Path, dict[str, torch.Te
     view = lazyckpt.open(path)
     url, fs = "memory://export/midway.zarr", fsspec.filesystem("memory")
     put: list[str] = []
-    real = MemoryFileSystem.pipe_file
+    real = MemoryFileSystem.mv
 
-    def pipe_file(self: Any, name: str, value: bytes, **options: Any) -> Any:
+    def mv(self: Any, part: str, name: str, **options: Any) -> Any:
         put.append(name)
         if failing and len(put) == 10:
             raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
-        return real(self, name, value, **options)
+        return real(self, part, name, **options)
 
     failing = True
-    with mock.patch.object(MemoryFileSystem, "pipe_file", pipe_file):
+    with mock.patch.object(MemoryFileSystem, "mv", mv):
         with pytest.raises(DestinationError, match=r"Connection reset.*call again to go on"):
             view.to_zarr(url, chunk=4000, executor=ThreadPoolExecutor(1))
         assert not fs.exists("/export/midway.zarr/zarr.json")
         there = set(fs.find("/export/midway.zarr"))
-        assert len(there) == 9
+        assert len(there) == 8  # the marker was written twice
         with pytest.raises(DestinationError, match="unfinished export of something else"):
             view.to_zarr(url, chunk=5000)
         failing = False

@@ -18,7 +18,7 @@ import torch
 import lazyckpt
 from lazyckpt import CorruptError, DataError, FormatError, MissingFileError
 from lazyckpt.core.dtypes import dtype_of
-from lazyckpt.core.index import Extent
+from lazyckpt.core.extents import Extent
 from lazyckpt.formats.zarr.metadata import fill_bytes
 from lazyckpt.testing import contract
 from lazyckpt.testing.contract import Check

@@ -13,7 +13,8 @@ from matplotlib.axes import Axes
 
 import lazyckpt
 from lazyckpt import CheckpointView, Diff, Difference, LazyTensor, Mesh, Pruned, RunView, WriteResult, interop, recipes
-from lazyckpt.core.index import FileInfo, Fragment
+from lazyckpt.core.index import FileInfo
+from lazyckpt.core.specs import Fragment
 from lazyckpt.deepspeed import RankFile, get_fp32_state_dict_from_zero_checkpoint, parse_ckpt_name
 from lazyckpt.distributed import LazyReader, get_shard_info
 from lazyckpt.inspect.table import Histogram, Stats, Table
@@ -93,8 +94,8 @@ def out(view: CheckpointView, module: torch.nn.Module) -> None:
     assert_type(view.to_safetensors("folder", max_shard_size="5GB", verify=True), WriteResult)
     assert_type(view.to_torch("x.pt", dtype=torch.float32), WriteResult)
     result = view.to_dcp("dcp", overwrite=True)
-    assert_type((result.paths, result.nbytes, result.left_out), tuple[tuple[Path, ...], int, Mapping[str, str]])
-    assert_type((result[0], result["optimizer"], list(result)), tuple[Path, str, list[Path]])
+    assert_type((result.paths, result.nbytes, result.left_out), tuple[tuple[Path | str, ...], int, Mapping[str, str]])
+    assert_type((result[0], result["optimizer"], list(result)), tuple[Path | str, str, list[Path | str]])
     assert_type(view.to_universal("universal"), WriteResult)
     assert_type(view.to_megatron("megatron", tp=2, overwrite=True), WriteResult)
     assert_type(view.to_virtual("references.json"), WriteResult)
@@ -136,8 +137,8 @@ def asked_for(folder: Path) -> None:
     assert_type(recipes.zero3_to_hf(folder, "hf"), list[Path])
     assert_type(recipes.torch_dist_to_hf(folder, "hf", config="base"), list[Path])
     assert_type(recipes.adapters(folder, "adapter"), list[Path])
-    assert_type(recipes.dcp_to_safetensors(folder, "model.safetensors"), Path)
-    assert_type(recipes.fsdp_ranks_to_file(folder, "model.pt"), Path)
+    assert_type(recipes.dcp_to_safetensors(folder, "model.safetensors"), Path | str)
+    assert_type(recipes.fsdp_ranks_to_file(folder, "model.pt"), Path | str)
     assert_type(recipes.resume_zero(folder, "universal"), dict[str, dict[str, bool]])
     assert_type(recipes.moments_over_time(folder, "up.weight"), xr.Dataset)
 

@@ -18,22 +18,24 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from types import MemberDescriptorType, ModuleType
-from typing import Any
+from typing import Any, TypeVar, get_args, get_origin
 
 import lazyckpt
 from lazyckpt import cli, deepspeed, distributed, errors, interop, recipes
 from lazyckpt.cli import program
-from lazyckpt.core import box, fragments, index
+from lazyckpt.core import box, extents, fragments, index, placement, specs
 from lazyckpt.deepspeed import constants
 from lazyckpt.export import options as export_options
 from lazyckpt.export import registry as export_registry
 from lazyckpt.formats import reader
 from lazyckpt.inspect import table
-from lazyckpt.show import plot
+from lazyckpt.inspect import updates as sizes
+from lazyckpt.show import plot, updates
 
 FOLDER = Path(__file__).parents[1] / "docs" / "api"
 _WIDTH = 100  # columns of a signature on one line
-_OPERATORS = ("__getitem__", "__iter__", "__array__")  # those that are worth a heading, where they have a docstring
+# those that are worth a heading, where they have a docstring
+_OPERATORS = ("__getitem__", "__iter__", "__array__", "__add__")
 _HEAD = "<!-- Written by tools/make_api.py from the docstrings: edit those, and run it. -->\n\n"
 
 
@@ -82,6 +84,13 @@ def pages() -> dict[str, str]:
             f"What `t.plot`, `view.plot` and `run.plot` have. {text_of(plot)}\n\n"
             + "\n".join(class_(o, 2) for o in (plot.TensorPlots, plot.ViewPlots, plot.StepPlots, plot.RunPlots)),
         ),
+        "updates.md": (
+            "Updates of optimizers",
+            "What `view.updates()` and `run.updates()` return.\n\n"
+            + "\n".join(
+                class_(o, 2) for o in (updates.Updates, updates.RunUpdates, sizes.UpdateTable, sizes.UpdateSize)
+            ),
+        ),
         "recipes.md": ("lazyckpt.recipes", module(recipes)),
         "errors.md": ("Errors", text_of(errors) + "\n\n" + "\n".join(error(name) for name in errors.__all__)),
         "deepspeed.md": ("lazyckpt.deepspeed", module(deepspeed, set(constants.__all__)) + _constants()),
@@ -118,8 +127,9 @@ def _anchor(heading: str) -> str:
 
 
 def _data() -> list[Any]:
-    described = [getattr(index, name) for name in vars(index) if _is_public_class(index, name)]
-    return [box.Box, *described, fragments.Fragments, index.whole]
+    modules = (extents, placement, specs, index)
+    described = [getattr(of, name) for of in modules for name in vars(of) if _is_public_class(of, name)]
+    return [box.Box, *described, fragments.Fragments, specs.whole]
 
 
 def _is_public_class(of: ModuleType, name: str) -> bool:
@@ -159,7 +169,7 @@ def class_(cls: type, level: int) -> str:
     lines = [f"{'#' * level} {cls.__name__}\n"]
     fields = _fields(cls)
     if fields is None and "__init__" in _mro(cls):
-        lines.append(block(signature(cls.__name__, cls)))
+        lines.append(block(_resolved(cls, signature(cls.__name__, cls))))
     lines.append(text_of(cls) + "\n")
     if fields:
         lines.append(block("\n".join(f"{name}: {kind}" for name, kind in fields.items())))
@@ -183,6 +193,37 @@ def class_(cls: type, level: int) -> str:
 
 
 def _told(cls: type, name: str, value: Any) -> str:
+    return _resolved(cls, _written(name, value))
+
+
+def _resolved(cls: type, text: str) -> str:
+    """A signature with the classes that ``cls`` has in the place of the type variables of its bases."""
+    for variable, kind in _variables(cls).items():
+        text = re.sub(rf"\b{variable}\b", kind, text)
+    return text
+
+
+def _variables(cls: type) -> dict[str, str]:
+    """Name of a type variable of a base -> the class that ``cls`` or a base below it has in its place."""
+    found: dict[str, str] = {}
+    for one in cls.__mro__:
+        for base in vars(one).get("__orig_bases__", ()):
+            for variable, kind in zip(_parameters(get_origin(base)), get_args(base), strict=False):
+                if not isinstance(kind, TypeVar):
+                    found.setdefault(variable.__name__, kind if isinstance(kind, str) else kind.__name__)
+    return found
+
+
+def _parameters(generic: Any) -> list[TypeVar]:
+    """The type variables of a generic class of lazyckpt."""
+    if not getattr(generic, "__module__", "").startswith("lazyckpt."):
+        return []
+    return [
+        variable for base in vars(generic).get("__orig_bases__", ()) for variable in getattr(base, "__parameters__", ())
+    ]
+
+
+def _written(name: str, value: Any) -> str:
     if isinstance(value, property | cached_property):
         getter = value.fget if isinstance(value, property) else value.func
         kind = inspect.signature(getter).return_annotation if getter is not None else Any

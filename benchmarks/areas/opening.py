@@ -51,6 +51,30 @@ def _names(settings: Settings, names: int) -> Contest:
     return Contest(_opened(file, data.names(settings, 100)), ("safe_open", peer), calls=1, most=7)
 
 
+def _gguf(settings: Settings) -> Contest:
+    """A file with the words of a vocabulary, as models have them."""
+    from gguf import GGUFReader, GGUFWriter
+
+    file = settings.data / "vocabulary.gguf"
+    if not file.exists():
+        writer = GGUFWriter(file, "llama")
+        writer.add_token_list([f"word{n}" for n in range(100_000)])
+        writer.add_token_scores([float(n) for n in range(100_000)])
+        for n in range(300):
+            writer.add_tensor(f"blk.{n}.ffn_up.weight", torch.zeros(64, 64).numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    warm(file)
+    return Contest(
+        Timed(lambda: lazyckpt.open(file, cache=False)),
+        ("GGUFReader", Timed(lambda: GGUFReader(file))),
+        calls=1,
+        most=5,
+    )
+
+
 def _torch_names(settings: Settings, names: int) -> Contest:
     file = data.torch_names(settings, names)
     warm(file)
@@ -120,6 +144,7 @@ def _all(settings: Settings) -> Iterator[Case]:
     what = f"a Hugging Face folder of {shards:,} shards and {names:,} names"
     held = Goal(1.0, "held", INDEX * names, "memory of the index", f"{INDEX:.0f} bytes a tensor")
     yield Case(what, partial(_hf, settings, shards, names), [Goal(2.0), held])
+    yield Case("a GGUF file with 100,000 words", partial(_gguf, settings), [Goal(0.5)])
     yield Case("a DCP checkpoint of 2 ranks", partial(_small_dcp, settings), [Goal(1.0)])
     tensors, ranks, chunks = settings.pick(10_000, 100), settings.pick(2048, 64), 102
     what = f"a DCP checkpoint of {ranks:,} ranks, {tensors:,} tensors and {tensors * chunks:,} chunks"

@@ -8,6 +8,7 @@ from typing import Any
 
 from textual.content import Content
 
+from ..core.expr import formula
 from ..core.units import human_bytes, human_count, plural
 from ..errors import LazyckptError, and_more, printable
 from ..lazy import cost_of
@@ -103,7 +104,7 @@ def of_tensor(view: CheckpointView, name: str) -> Detail:
     except (LazyckptError, OSError) as e:
         return [*found, ("error", str(e))]
     found.append(("reading", cost.summary))
-    lines = ["the mean of the replicas, taken in float32"] if t.spec.combine == "mean" else []
+    lines = [formula(t.spec)] if t.spec.expr is not None else []
     lines += cost.places
     found += [("", line) for line in lines[:_LINES]]
     if len(lines) > _LINES:

@@ -9,9 +9,10 @@ from importlib.util import find_spec
 import typer
 
 from ..errors import LazyckptError
-from ..io.storage.fsspec import is_url
+from ..io.storage.urls import is_url
 from ..view import CheckpointView
 from .options import (
+    BaseOption,
     FormatOption,
     PathArg,
     RulesOption,
@@ -31,6 +32,7 @@ def browse(
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
+    base: BaseOption = None,
 ) -> None:
     """Browse a checkpoint interactively in the terminal.
 
@@ -48,10 +50,10 @@ def browse(
     from ..browse.app import Browser
 
     def both() -> tuple[CheckpointView, CheckpointView]:
-        base = open_view(path, None, False, tag, format, rules)
-        return base, state_of(base, path, state, stored)
+        view = open_view(path, None, False, tag, format, rules, base)
+        return view, state_of(view, path, state, stored)
 
-    options = {"tag": tag, "format": format, "rules": None if rules is None else read_rules(rules)}
+    options = {"tag": tag, "format": format, "rules": None if rules is None else read_rules(rules), "base": base}
     browser = Browser(both, path if is_url(path) else os.path.abspath(path), options)
     error = browser.run()
     if error is not None:

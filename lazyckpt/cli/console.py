@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 # Python arguments that are options of commands.
 _ARGUMENT = re.compile(
-    r"(?<![\w./=-])(overwrite|tag|rules|format|memory|resume|verify|max_shard_size|codec|state|dtype|bins|keep|delete"
+    r"(?<![\w./=-])(overwrite|base|tag|rules|format|memory|resume|verify|max_shard_size|codec|state|dtype|bins|keep|delete"
     r"|incomplete)=(True\b|False\b|\.\.\.|'[^']*'|[\w-]+(?:,\d{3})*|(?!\{))"
 )
+_DEQUANTIZE = re.compile(r"call dequantize\(\) first, then quantize\('[^']*'\)")
 _RENAME = re.compile(r"view\.rename\('([^']*)'\)")
 # Replacements for the characters beyond ASCII that lazyckpt itself prints, for terminals that cannot show them.
 _ASCII = str.maketrans({**dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)), "…": "...", "─": "-", "│": "|"})
@@ -42,6 +43,8 @@ def as_options(text: str) -> str:
     'is there already: --overwrite replaces it, --tag step-5 opens another'
     >>> as_options("unknown names: take view.rename('megatron') first")
     'unknown names: take --rename megatron first'
+    >>> as_options("it is quantized already: call dequantize() first, then quantize('nf4')")
+    'it is quantized already: add --dequantize'
     """
 
     def option(match: re.Match[str]) -> str:
@@ -50,6 +53,7 @@ def as_options(text: str) -> str:
             return f"--no-{name}"
         return f"--{name}" if value in ("True", "...", "") else f"--{name} {value}"
 
+    text = _DEQUANTIZE.sub("add --dequantize", text)
     return _ARGUMENT.sub(option, _RENAME.sub(r"--rename \1", text))
 
 

@@ -13,12 +13,17 @@ from typing import Annotated, Any
 import typer
 
 from ..core.units import human_bytes, plural
-from ..errors import LazyckptError, and_more
+from ..derive.quantize import is_dequantized
+from ..errors import DataError, LazyckptError, and_more, some
 from ..export.registry import NAMES
+from ..recipes.unquantized import SideFiles
+from ..runs.view import RunView
 from ..show.text import oddities
+from ..view import CheckpointView
+from .choices import steps_of
 from .console import as_options, write_error, write_line, write_text
-from .jobs import Job, can_resume, check_files, kept, planned, run_job
-from .options import FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view
+from .jobs import Job, can_resume, check_files, kept, planned, run_job, side_files
+from .options import BaseOption, FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view
 from .targets import Wanted, check, target_of
 from .workers import parse_share, target_of_work
 
@@ -27,7 +32,7 @@ AGAIN = 3  # exit code: stopped half way, the same call resumes
 INTERRUPTED = 130
 
 _Dest = Annotated[
-    str, typer.Argument(metavar="DST", help="Destination: a folder, a file, or a URL (zarr only).", show_default=False)
+    str, typer.Argument(metavar="DST", help="Destination: a folder, a file, or a URL.", show_default=False)
 ]
 _To = Annotated[
     str | None,
@@ -39,6 +44,50 @@ _Select = Annotated[str | None, typer.Option(metavar="GLOB", help="Only tensors 
 _Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="Convert floats to bf16, fp16, fp32, fp8_e4m3, ...")]
 _Rename = Annotated[
     str | None, typer.Option(metavar="TABLE", help="Rename for hf, megatron, llama, ..., or by a .toml or .json file.")
+]
+_Dequantize = Annotated[
+    bool,
+    typer.Option(
+        "--dequantize",
+        help="Write the unquantized model: weights of FP8, MXFP4, GPTQ, ... as --dtype (default: bf16).",
+    ),
+]
+_Quantize = Annotated[
+    str | None,
+    typer.Option(metavar="KIND", help="Quantize matrices to fp8-block, int8, nf4 or mxfp4, rounding to nearest."),
+]
+_Skip = Annotated[
+    str | None,
+    typer.Option(
+        "--quantize-skip",
+        metavar="GLOBS",
+        help="With --quantize, modules that stay as they are (default: heads, embeddings, norms and routers).",
+    ),
+]
+_Lora = Annotated[
+    list[str] | None,
+    typer.Option("--lora", metavar="PATH[=SCALE]", help="Put an adapter into the weights: LoRA, DoRA, LoHa, LoKr."),
+]
+_Layers = Annotated[
+    str | None,
+    typer.Option(metavar="[STACK=]LIST", help="The model of these layers, in this order: 0-11,8-19 repeats layers."),
+]
+_Keep = Annotated[
+    str | None,
+    typer.Option(metavar="LIST", help="Only these experts: 0-3,6; or those of each layer: '1:0,2;2:1,3'."),
+]
+_Drop = Annotated[str | None, typer.Option(metavar="LIST", help="All experts but these.")]
+_Upcycle = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="The mixture of N copies of each MLP; options follow: 8,top_k=2,router=zeros."),
+]
+_Average = Annotated[
+    str | None,
+    typer.Option(metavar="STEPS", help="SRC is a run; the mean of steps: all, last:5, or 100,200-400."),
+]
+_Ema = Annotated[
+    float | None,
+    typer.Option(metavar="DECAY", help="With --average: the exponential moving average in place of the mean."),
 ]
 _Degree = Annotated[
     int | None,
@@ -82,7 +131,18 @@ def convert(
     dtype: _Dtype = None,
     state: StateOption = None,
     stored: StoredOption = False,
+    dequantize: _Dequantize = False,
+    quantize: _Quantize = None,
+    quantize_skip: _Skip = None,
     rename: _Rename = None,
+    lora: _Lora = None,
+    layers: _Layers = None,
+    keep_experts: _Keep = None,
+    drop_experts: _Drop = None,
+    upcycle: _Upcycle = None,
+    average: _Average = None,
+    ema: _Ema = None,
+    base: BaseOption = None,
     tp: _Degree = None,
     pp: _Degree = None,
     ep: _Degree = None,
@@ -117,22 +177,67 @@ def convert(
 
     safetensors and torch contain one state (--state); the other formats contain every state that they can hold.
 
+    --dequantize writes the weights that the codes and scales of a quantized model mean, under the names of the
+    unquantized model. Other tensors keep their dtypes. A folder of safetensors or torch also gets config.json without
+    quantization_config, and the tokenizer, if they are beside SRC.
+
+    --quantize writes codes and scales that transformers loads, with their quantization_config in config.json.
+    Quantized models need --dequantize, too.
+
     Exit codes: 0 done; 2 an error: nothing was written and the same call would fail again; 3 stopped half way (no
     space, dead workers): the finished part is kept and the same call resumes; 130 the same after Ctrl-C. After a kill
     the same call resumes, too.
+
+    --layers, --keep-experts, --drop-experts and --upcycle write the model with other layers or experts, numbered anew.
+    Config.json, if it is beside SRC, says so in a folder of safetensors or torch.
+
+    --average writes an average of the checkpoints of a run, in one pass, a piece of one step at a time.
 
     Several machines: --cluster hands the work to their workers; --shard-of-work $SLURM_PROCID/$SLURM_NTASKS needs only
     a common file system.
     """
     mesh = None if tp is pp is ep is None else (tp or 1, pp or 1, ep or 1)
-    wanted = Wanted(select, dtype, rename, mesh, stored, max_shard_size, codec)
+    wanted = Wanted(
+        select,
+        dtype,
+        rename,
+        mesh,
+        stored,
+        max_shard_size,
+        codec,
+        dequantize,
+        quantize,
+        quantize_skip,
+        tuple(lora or ()),
+        layers,
+        keep_experts,
+        drop_experts,
+        upcycle,
+    )
+    if ema is not None and average is None:
+        raise DataError("--ema is an average of steps of a run: add --average all, or --average last:5")
+    if average is not None and (stored or state or tag or format or rules or base):
+        raise DataError("--average takes a run: leave out --stored, --state, --tag, --format, --rules and --base")
     kind = target_of(dst, to)
     check(kind, dst, wanted)
     target_of_work(workers, cluster)  # raises for what is no cluster, before anything is read
     share = None if shard_of_work is None else parse_share(shard_of_work)
-    job = planned(src, open_view(src, state, stored, tag, format, rules), kind, dst, wanted, memory)
+    steps: list[int] = []
+    if average is None:
+        job = planned(src, open_view(src, state, stored, tag, format, rules, base), kind, dst, wanted, memory)
+    else:
+        averaged, place, steps = _averaged(src, average, ema)
+        job = planned(src, averaged, kind, dst, wanted, memory, place)
+    if dequantize and not any(is_dequantized(spec) for spec in job.view.specs.values()):
+        _note("no tensor that is written is quantized: --dequantize changes nothing (--dtype without it converts all)")
+    beside = side_files(job)
+    if beside is not None:
+        beside.check(dst, overwrite)
     if not quiet and not as_json:
-        _print_plan(job, resume)
+        if steps:
+            text = "mean" if ema is None else f"exponential moving average ({ema:g})"
+            _print("average", f"{text} of {plural(len(steps), 'step')}: {some(steps, 8)}")
+        _print_plan(job, resume, beside)
     begun = time.monotonic()
     result: dict[str, Any] | None = None
     error, code = None, 0
@@ -152,6 +257,8 @@ def convert(
                 share=share,
                 manifest=manifest,
             )
+            if beside is not None and result["published"]:
+                result["files"] += map(str, beside.write(dst))
             result["seconds"] = time.monotonic() - begun
     except KeyboardInterrupt:
         left = None if dry_run else kept(dst, share)
@@ -172,11 +279,19 @@ def convert(
         raise typer.Exit(code)
 
 
+def _averaged(run: str, text: str, decay: float | None) -> tuple[CheckpointView, str, list[int]]:
+    """Return the average of steps of a run, the path of the last of them, and the steps."""
+    found = RunView(run)
+    steps = steps_of(text, found.steps)
+    view = found.mean(steps) if decay is None else found.ema(decay, steps)
+    return view, found.at(steps[-1]).root, steps
+
+
 def _finished(nbytes: int) -> str:
     return f"{human_bytes(nbytes)} are finished and kept: the same command goes on, --no-resume begins anew"
 
 
-def _print_plan(job: Job, resume: bool) -> None:
+def _print_plan(job: Job, resume: bool, beside: SideFiles | None) -> None:
     source, forecast = job.source, job.forecast
     degrees = " ".join(f"{k}={v}" for k, v in _degrees(job) if v > 1)
     _print("source", f"{job.src}: {source.format}{f' ({degrees})' if degrees else ''}, {_files(len(source.files))}")
@@ -185,6 +300,13 @@ def _print_plan(job: Job, resume: bool) -> None:
         _print("write", f"{state}: {plural(amount.tensors, 'tensor')}, {human_bytes(amount.nbytes)} as {dtypes or '-'}")
     files = f", {_files(forecast.files)}" if forecast.files is not None else ""
     _print("to", f"{job.dest}: {job.to.name}{files}{_ranks(job)}")
+    if beside is not None and not beside.names:
+        _print("beside", f"no config.json is beside {job.place}, or it is a URL: only weights are written")
+    if beside is not None and beside.names:
+        says = ["how the model is quantized"] if beside.quantized else []
+        says += ["that the model is not quantized"] if beside.plain and not beside.quantized else []
+        says += ["which layers and experts it has"] if beside.restacked else []
+        _print("beside", ", ".join(beside.names) + (f"; config.json says {' and '.join(says)}" if says else ""))
     _print("memory", f"{human_bytes(job.memory)} for the work in flight")
     needed = "depends on the compression" if forecast.room is None else f"{human_bytes(forecast.room)} needed"
     _print("space", needed + (f", {human_bytes(job.free)} free" if job.free is not None else ""))
@@ -217,6 +339,10 @@ def _print_result(job: Job, result: dict[str, Any]) -> None:
 
 def _print_json(job: Job, result: dict[str, Any] | None, error: str | None, code: int) -> None:
     write_text(json.dumps({"plan": job.as_dict(), "result": result, "error": error, "exit_code": code}, indent=2))
+
+
+def _note(text: str) -> None:
+    write_line(("note: ", "yellow"), (text, ""), err=True)
 
 
 def _print(label: str, text: str, style: str = "bold") -> None:

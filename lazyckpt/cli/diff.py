@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from ..errors import TensorNotFoundError
+from ..errors import DataError, TensorNotFoundError
 from ..inspect.diff import Diff, verdict
 from ..runs.compare import diff as diff_views
 from ..runs.compare import manifest_of
+from ..view.bases import is_delta
 from .console import write_line, write_text
-from .options import FormatOption, JsonOption, RulesOption, StateOption, open_view
+from .options import BaseOption, FormatOption, JsonOption, RulesOption, StateOption, open_view
 
 _STYLES = {"equal": "dim", "values": "red", "unreadable": "bold red"}  # every other status is yellow
 
@@ -34,13 +35,14 @@ def diff(
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the work in flight: 2GB")] = None,
     format: FormatOption = None,
     rules: RulesOption = None,
+    base: BaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare two checkpoints of any formats, tensor by tensor.
 
     Works in bounded memory. Tensors of equal dtype are compared bit by bit, others by value. Where both have manifests
     that are still of their files, tensors of equal digests are not read, and the last line says so. A or B may be a
-    manifest.
+    manifest. --base is the base of those sides that are deltas.
 
     Exit codes: 0 all tensors are equal, 1 something differs, 2 an error.
     """
@@ -51,13 +53,16 @@ def diff(
         if select is not None or state is not None:
             raise typer.BadParameter("a manifest is compared as a whole: leave out --select and --state")
         opened = [
-            open_view(path, None, False, None, format, rules) if side is None else side
+            open_view(path, None, False, None, format, rules, base) if side is None else side
             for side, path in zip(sides, (a, b), strict=True)
         ]
         found = diff_views(*opened, states="all" if all_states else None, digests=not read, memory=memory)
         _print(found, every, as_json)
         return
-    views = [open_view(path, state, False, None, format, rules) for path in (a, b)]
+    bases = [base if base is not None and is_delta(path) else None for path in (a, b)]
+    if base is not None and bases == [None, None]:
+        raise DataError(f"neither {a} nor {b} is a delta checkpoint: leave out --base")
+    views = [open_view(path, state, False, None, format, rules, one) for path, one in zip((a, b), bases, strict=True)]
     if select is not None:
         parts = [view.select(select) for view in views]
         if not any(parts):

@@ -10,7 +10,7 @@ from ..errors import DataError, printable, some
 from ..inspect.files import statement
 from ..runs.view import RunView
 from .console import write_error, write_text
-from .options import FormatOption, PathArg, RulesOption, StateOption, TagOption, open_view, state_of
+from .options import BaseOption, FormatOption, PathArg, RulesOption, StateOption, TagOption, open_view, state_of
 from .workers import target_of_work
 
 
@@ -34,6 +34,7 @@ def digest(
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
+    base: BaseOption = None,
 ) -> None:
     """Print digests of the contents, which are the same in every format.
 
@@ -49,10 +50,10 @@ def digest(
         write_text(statement(path, memory=memory))
         return
     if run:
-        others = lines or root or any(given is not None for given in (tag, rules, format))
+        others = lines or root or any(given is not None for given in (tag, rules, format, base))
         _of_run(path, state, others, algorithm, memory, workers, cluster)
         return
-    view = open_view(path, state, False, tag, format, rules)
+    view = open_view(path, state, False, tag, format, rules, base)
     with target_of_work(workers, cluster) as executor:
         found = view.digest(algorithm=algorithm, executor=executor, memory=memory)
     if root and not found.errors:
@@ -82,7 +83,7 @@ def _of_run(
     """Print a line for each checkpoint of a run. Raises Exit with code 1 if one of them cannot be read whole."""
     if others:
         raise DataError(
-            "--run prints a line for each checkpoint: leave out --lines, --root, --tag, --rules and --format"
+            "--run prints a line for each checkpoint: leave out --lines, --root, --tag, --rules, --format and --base"
         )
     whole = True
     with target_of_work(workers, cluster) as executor:

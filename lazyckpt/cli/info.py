@@ -12,7 +12,7 @@ from ..io.plain_json import encode
 from ..namespace import plain_meta
 from ..show.about import facts_of, meta_lines
 from .console import write_line, write_text
-from .options import FormatOption, JsonOption, PathArg, RulesOption, TagOption, open_view, typed
+from .options import BaseOption, FormatOption, JsonOption, PathArg, RulesOption, TagOption, open_view, typed
 
 
 def info(
@@ -25,6 +25,7 @@ def info(
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
+    base: BaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Describe a checkpoint and print its metadata as a tree.
@@ -32,7 +33,7 @@ def info(
     Prints format, mesh, sizes, dtypes, states, step and loss, then everything that is not a tensor. No tensor data is
     read.
     """
-    view = open_view(path, None, False, tag, format, rules)
+    view = open_view(path, None, False, tag, format, rules, base)
     meta = _part(plain_meta(view), typed(key))
     facts = [] if key else facts_of(view)
     if as_json:

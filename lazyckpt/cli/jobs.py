@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from ..core.names import natural
@@ -16,13 +15,16 @@ from ..export.manifest import with_manifest
 from ..export.megatron import is_rank_folder, rank_folder
 from ..export.options import WriteOptions, complete
 from ..export.training import NotLoaded
-from ..export.writer import Forecast, Writer, carry_out, check_whole, free_at, is_remote, plan_of_ranks
+from ..export.writer import Forecast, Writer, carry_out, check_whole, free_at, plan_of_ranks
 from ..formats.zarr.documents import JOB
+from ..io.storage.uploads import is_bucket, uploads_of
+from ..io.storage.urls import is_remote
 from ..jobs.executor import MEMORY
 from ..jobs.guard import local_path
-from ..jobs.places import Bucket
-from ..jobs.publish import unfinished
+from ..jobs.remote import Remote
 from ..jobs.shares import folder_of_share, share_of
+from ..jobs.unfinished import record_of, unfinished
+from ..recipes.unquantized import SideFiles, with_config
 from ..view import CheckpointView
 from .targets import Wanted, prepared
 from .workers import Workers, target_of_work
@@ -34,6 +36,8 @@ class Job:
 
     src: str
     """Path of the source, as the user typed it."""
+    place: str
+    """The checkpoint that has the configuration and the tokenizer: the source, or a step of the run."""
     source: CheckpointView
     """The source as opened."""
     view: CheckpointView
@@ -81,12 +85,21 @@ class Job:
         }
 
 
-def planned(src: str, source: CheckpointView, to: Writer, dest: str, wanted: Wanted, memory: str | None) -> Job:
-    """Plan a conversion without reading tensor data.
+def planned(
+    src: str,
+    source: CheckpointView,
+    to: Writer,
+    dest: str,
+    wanted: Wanted,
+    memory: str | None,
+    place: str | None = None,
+) -> Job:
+    """Plan a conversion without reading tensor data. ``place``: see `Job`; by default the source.
 
     Raises DataError for tensors that cannot be written, and the errors of `targets.prepared` and
     `CheckpointView.shard`."""
-    view = prepared(source, wanted)
+    place = src if place is None else place
+    view = prepared(with_config(source, place) if wanted.restacks else source, wanted, to)
     limit = MEMORY if memory is None else size_in_bytes(memory)
     ranks: dict[str, CheckpointView] = {}
     if wanted.mesh is not None and to.by_rank:
@@ -98,7 +111,28 @@ def planned(src: str, source: CheckpointView, to: Writer, dest: str, wanted: Wan
     forecasts = [to.forecast(one, dest, options, **wanted.own(to)) for one in ranks.values() or [view]]
     whole = reduce(Forecast.plus, forecasts)
     there = _exists(to, dest, bool(ranks))
-    return Job(src, source, view, ranks, to, dest, wanted, limit, whole, free_at(dest), kept(dest), there)
+    return Job(src, place, source, view, ranks, to, dest, wanted, limit, whole, free_at(dest), kept(dest), there)
+
+
+def side_files(job: Job) -> SideFiles | None:
+    """Return the files that a folder for transformers gets beside its weights, if these are dequantized, quantized,
+    averaged, or the model has an adapter or other layers or experts; None if the output is another one."""
+    one_file = job.dest.endswith(job.to.endings)
+    wanted = job.wanted
+    changed = wanted.dequantize or wanted.quantize or wanted.restacks or wanted.lora or job.place != job.src
+    if not changed or job.to.name not in ("safetensors", "torch") or one_file:
+        return None
+    if job.ranks or is_remote(job.dest):
+        return None
+    dtype = wanted.weights if wanted.dequantize or wanted.dtype is not None else None
+    return SideFiles(
+        job.place,
+        job.view,
+        dtype,
+        settings=job.view.meta["config"]["quantization_config"] if wanted.quantize is not None else None,
+        plain=wanted.dequantize,
+        restacked=wanted.restacks,
+    )
 
 
 def check_files(job: Job) -> None:
@@ -136,10 +170,13 @@ def run_job(
         options = complete(given, "convert")
         check_whole(job.view)
         if job.ranks:
-            plans = {name: job.to.plan(view, Path(job.dest, name), options, **own) for name, view in job.ranks.items()}
+            plans = {
+                name: job.to.plan(view, f"{job.dest.rstrip('/')}/{name}", options, **own)
+                for name, view in job.ranks.items()
+            }
             if manifest:
                 plans = {name: with_manifest(plan) for name, plan in plans.items()}
-            plan = plan_of_ranks(plans, job.dest, overwrite, is_rank_folder)
+            plan = plan_of_ranks(plans, job.dest, options, is_rank_folder)
         else:
             if job.wanted.mesh is not None:
                 own |= dict(zip(("tp", "pp", "ep"), job.wanted.mesh, strict=True))
@@ -147,7 +184,7 @@ def run_job(
         written = carry_out(plan, options)
     reasons = written.left_out
     return {
-        "files": list(map(str, written.paths)),
+        "files": [str(plan.destination)] if isinstance(plan.destination, Remote) else list(map(str, written.paths)),
         "manifest": written.manifest,
         "nbytes": written.nbytes,
         "published": share is None or bool(written.paths),
@@ -173,9 +210,8 @@ def kept(dest: str, share: tuple[int, int] | None = None) -> int | None:
     if not is_remote(dest):
         if share is not None:
             return unfinished(folder_of_share(local_path(dest), share_of(share)))
-        return unfinished(dest.removeprefix("file://"))
-    there = Bucket(dest).find()
-    return sum(there.values()) - there[JOB] if JOB in there else None
+        return unfinished(dest)
+    return unfinished(dest)
 
 
 def _executor(workers: int | None) -> Workers:
@@ -186,9 +222,14 @@ def _executor(workers: int | None) -> Workers:
 def _exists(to: Writer, dest: str, ranks: bool) -> bool:
     """Return whether the destination has an output that would have to be replaced."""
     if is_remote(dest):
-        there = Bucket(dest).find()
-        return bool(there) and JOB not in there
-    path = local_path(dest.removeprefix("file://"))
+        place = uploads_of(dest.rstrip("/"))
+        if record_of(place, JOB) is not None:
+            return False
+        name = dest.rstrip("/").rpartition("/")[2]
+        if not is_bucket(dest) and name in place.beside.list(name):
+            return True
+        return any(ranks or to.replaces(key.partition("/")[0]) for key in place.list())
+    path = local_path(dest)
     if not path.is_dir():
         return path.exists()
     return any(ranks or to.replaces(name) for name in os.listdir(path))

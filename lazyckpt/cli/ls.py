@@ -12,6 +12,7 @@ from ..show.text import oddities, rows, rows_of, summary
 from ..view import CheckpointView
 from .console import write_line, write_text
 from .options import (
+    BaseOption,
     FormatOption,
     JsonOption,
     PathArg,
@@ -38,6 +39,7 @@ def ls(
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
+    base: BaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the tensors of a checkpoint as a tree.
@@ -45,7 +47,7 @@ def ls(
     Prints names, dtypes, shapes, sizes and parameter counts. Equal layers are folded into one line. No tensor data is
     read.
     """
-    view = open_view(path, state, stored, tag, format, rules)
+    view = open_view(path, state, stored, tag, format, rules, base)
     part = part_of(view, prefix)
     if as_json:
         write_text(json.dumps(_described(part), indent=2))

@@ -27,6 +27,9 @@ FormatOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Reader to use (default: detect; see `lazyckpt formats`).")
 ]
 RulesOption = Annotated[str | None, typer.Option(metavar="FILE", help="Merge rules: a TOML file with a table [rules].")]
+BaseOption = Annotated[
+    str | None, typer.Option("--base", metavar="PATH", help="The base of a delta, if it is not where it was.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 FailOnOption = Annotated[
     str, typer.Option("--fail-on", metavar="LEVEL", help="Least severity for exit code 1: error, warning, note, never.")
@@ -41,11 +44,17 @@ def checked_severity(text: str) -> FailOn:
 
 
 def open_view(
-    path: str, state: str | None, stored: bool, tag: str | None, format: str | None, rules: str | None
+    path: str,
+    state: str | None,
+    stored: bool,
+    tag: str | None,
+    format: str | None,
+    rules: str | None,
+    base: str | None = None,
 ) -> CheckpointView:
     """Open the view that the options select. Raises the errors of opening, and TensorNotFoundError for an unknown
     state."""
-    view = CheckpointView(path, tag=tag, format=format, rules=None if rules is None else read_rules(rules))
+    view = CheckpointView(path, tag=tag, format=format, rules=None if rules is None else read_rules(rules), base=base)
     return state_of(view, path, state, stored)
 
 

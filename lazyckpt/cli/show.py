@@ -12,6 +12,7 @@ from ..show.text import kind
 from ..show.values import LIMIT, json_values, values
 from .console import console, write_line, write_text
 from .options import (
+    BaseOption,
     FormatOption,
     JsonOption,
     PathArg,
@@ -44,6 +45,7 @@ def show(
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
+    base: BaseOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Print a tensor or a slice of it.
@@ -51,7 +53,7 @@ def show(
     INDEX is as in Python: ints, slices, ..., None and a list of ints. Only the printed elements are read; a large
     tensor is printed as its edges.
     """
-    view = open_view(path, state, stored, tag, format, rules)
+    view = open_view(path, state, stored, tag, format, rules, base)
     whole, key, text = find(view, name)
     t = whole if text is None else whole.lazy[key]
     if as_json:

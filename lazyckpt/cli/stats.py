@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DataError, printable
-from ..inspect.table import ODD, Stats, Table
+from ..inspect.table import Stats, Table, is_odd
 from .console import write_line, write_text
 from .options import (
+    BaseOption,
     FormatOption,
     JsonOption,
     PathArg,
@@ -61,6 +62,7 @@ def stats(
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
+    base: BaseOption = None,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, typer.Option("--csv", help="Print the table as CSV, without histograms.")] = False,
 ) -> None:
@@ -72,7 +74,7 @@ def stats(
     """
     if sort is not None and sort not in _COLUMNS:  # before everything is read
         raise DataError(f"there is no column {sort!r} to sort by; there are: {', '.join(_COLUMNS)}")
-    view = open_view(path, state, stored, tag, format, rules)
+    view = open_view(path, state, stored, tag, format, rules, base)
     chosen = matching(view, names, "NAMES") if set(names) & set("*?[") and names not in view else part_of(view, names)
     table = _ordered(chosen.stats(bins=bins), sort)
     if as_json or as_csv:
@@ -107,7 +109,7 @@ def _print(table: Table) -> None:
         error = len(line) < len(head)
         pieces = []
         for c, cell in enumerate(line):
-            odd = (c in ODD and cell.strip() not in ("", "0")) or (error and c == 3)
+            odd = is_odd(head[c], cell) or (error and c == 3)
             style = "bold red" if odd else "bold" if n == total else "cyan" if c in (1, 2) else ""
             pieces.append((f"{cell}  ", style))
         write_line(*pieces, strip=True)

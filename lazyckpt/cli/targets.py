@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..adapting import apply_lora
 from ..core.dtypes import dtype_named
 from ..errors import DataError, FormatError
 from ..export.registry import convertible
 from ..export.writer import Writer
-from ..io.storage.fsspec import is_url
 from ..layouts.rename.table import ENDINGS, read_table
 from ..view import CheckpointView
+from .choices import Change, changes
 from .options import matching
 
+if TYPE_CHECKING:
+    import torch
+
+_ANY = (  # options that go with every format
+    "select", "rename", "lora", "dequantize", "quantize", "quantize_skip", "layers", "keep_experts", "drop_experts",
+    "upcycle",
+)  # fmt: skip
 _ONLY = {"max_shard_size": "have shards", "codec": "compresses"}
 
 
@@ -28,10 +36,28 @@ class Wanted:
     stored: bool
     max_shard_size: str | None
     codec: str | None
+    dequantize: bool = False
+    quantize: str | None = None
+    quantize_skip: str | None = None
+    lora: tuple[str, ...] = ()
+    layers: str | None = None
+    keep_experts: str | None = None
+    drop_experts: str | None = None
+    upcycle: str | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return the options that were given."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, False)}
+        return {name: value for name, value in asdict(self).items() if value not in (None, False, ())}
+
+    @property
+    def restacks(self) -> bool:
+        """Whether the output has other layers or experts."""
+        return any(one is not None for one in (self.layers, self.keep_experts, self.drop_experts, self.upcycle))
+
+    @property
+    def weights(self) -> torch.dtype:
+        """The dtype of dequantized weights."""
+        return dtype_named(self.dtype or "bf16").torch
 
     def own(self, writer: Writer) -> dict[str, Any]:
         """Return the options of a writer's plan and forecast."""
@@ -40,6 +66,8 @@ class Wanted:
             found["max_shard_size"] = self.max_shard_size or "5GB"
         if "codec" in writer.options:
             found["codec"] = self.codec
+        if writer.dtypes and self.dtype is not None and not self.dequantize:
+            found["dtype"] = self.dtype
         return found
 
 
@@ -64,27 +92,74 @@ def target_of(dest: str, to: str | None) -> Writer:
 
 def check(to: Writer, dest: str, wanted: Wanted) -> None:
     """Raise DataError for options that the format does not have."""
-    if is_url(dest) and not to.urls:
-        others = " and ".join(writer.name for writer in convertible() if writer.urls)
-        raise DataError(f"only {others} is written to a URL: write {to.name} to a local path and upload that")
     for option, given in wanted.describe().items():
-        if given and option not in (*to.options, "select", "rename"):
+        if given and option not in (*to.options, *_ANY):
             named = "--tp, --pp, --ep" if option == "mesh" else "--" + option.replace("_", "-")
             takers = [writer.name for writer in convertible() if option in writer.options]
             why = to.refused.get(option, f"only {' and '.join(takers)} {_ONLY.get(option)}")
             raise DataError(f"{named} cannot be had with --to {to.name}: {why}")
     if wanted.stored and (wanted.mesh or wanted.rename):
         raise DataError("--stored writes tensors as they are stored: leave out --tp, --pp, --ep and --rename")
+    if wanted.stored and (wanted.dequantize or wanted.quantize):
+        raise DataError("--stored writes tensors as they are stored: leave out --dequantize and --quantize")
+    if wanted.quantize_skip is not None and wanted.quantize is None:
+        raise DataError("--quantize-skip needs --quantize")
+    if wanted.stored and wanted.lora:
+        raise DataError("--stored writes tensors as they are stored: leave out --lora")
+    if wanted.stored and wanted.restacks:
+        raise DataError(
+            "--stored writes tensors as they are stored: leave out --layers, --keep-experts, --drop-experts, --upcycle"
+        )
+    experts = {
+        "--keep-experts": wanted.keep_experts,
+        "--drop-experts": wanted.drop_experts,
+        "--upcycle": wanted.upcycle,
+    }
+    chosen = [option for option, text in experts.items() if text is not None]
+    if len(chosen) > 1:
+        raise DataError(f"{' and '.join(chosen)} exclude each other: leave one out")
+    restacking(wanted)  # raises for what is no list of numbers, before anything is read
     if to.by_rank and wanted.mesh and dest.endswith(to.endings):
         raise DataError(f"with --tp, --pp or --ep each rank gets a folder: {dest!r} has to be a folder's name")
 
 
-def prepared(view: CheckpointView, wanted: Wanted) -> CheckpointView:
-    """Apply --select, --rename and --dtype to a view.
+def restacking(wanted: Wanted) -> list[Change]:
+    """Return what --layers and the options of experts do to a view, in order. Raises DataError for a wrong value."""
+    return changes(wanted.layers, wanted.keep_experts, wanted.drop_experts, wanted.upcycle)
+
+
+def prepared(view: CheckpointView, wanted: Wanted, to: Writer) -> CheckpointView:
+    """Apply --dequantize, --lora, --layers and the options of experts, --select, --rename, --dtype and --quantize to a
+    view, in this order, for the writer ``to``, which may apply --dtype itself.
+
+    With --dequantize, the dtype is that of the dequantized weights, and other tensors keep theirs.
 
     Raises TensorNotFoundError if nothing is selected, and the errors of renaming and converting."""
+    if wanted.dequantize:
+        view = view.dequantize(wanted.weights)
+    if wanted.lora:
+        adapters = [_scaled(text) for text in wanted.lora]
+        view = apply_lora(view, [path for path, _ in adapters], [scale for _, scale in adapters])
+    for change in restacking(wanted):
+        view = change(view)
     if wanted.select is not None:
         view = matching(view, wanted.select, "--select")
     if wanted.rename is not None:
         view = view.rename(read_table(wanted.rename) if wanted.rename.endswith(ENDINGS) else wanted.rename)
-    return view if wanted.dtype is None else view.astype(dtype_named(wanted.dtype).torch)
+    if wanted.dtype is not None and not wanted.dequantize and not to.dtypes:
+        view = view.astype(dtype_named(wanted.dtype).torch)
+    if wanted.quantize is None:
+        return view
+    skip = None if wanted.quantize_skip is None else [one for one in wanted.quantize_skip.split(",") if one]
+    return view.quantize(wanted.quantize, skip=skip)
+
+
+def _scaled(text: str) -> tuple[str, float]:
+    """Return the adapter and the scale of ``ADAPTER=SCALE``; a path may have ``=`` in it, too."""
+    path, equals, scale = text.rpartition("=")
+    if not equals or "/" in scale:
+        return text, 1.0
+    try:
+        return path, float(scale)
+    except ValueError:
+        raise DataError(f"--lora {text!r}: write ADAPTER or ADAPTER=SCALE, as in --lora adapter=0.5") from None

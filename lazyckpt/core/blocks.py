@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from .box import Axis, Box, Selection, Shape, c_strides
 from .chunking import chunk_box, grid_of
 from .fragments import Fragments
-from .index import Fragment
+from .specs import Fragment
 
 
 @dataclass(frozen=True, slots=True, eq=False)

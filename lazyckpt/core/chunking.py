@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from math import prod
 
 from .box import Box, Shape
+from .expr import outline
 from .fragments import fragment_boxes, fragments_of
-from .index import TensorSpec
+from .specs import TensorSpec
 
 FEW = 16  # up to this many chunks of a tensor are not joined, however small they are
 
@@ -24,13 +25,14 @@ def fragment_grid(spec: TensorSpec) -> Shape | None:
     whole = Box.of(spec.shape)
     if not whole:
         return None
-    regular = fragments_of(spec.fragments).cell
+    fragments = outline(spec)
+    regular = fragments_of(fragments).cell
     if regular is not None:
         return tuple(map(min, regular, spec.shape))
     cell = list(spec.shape)
     boxes: set[Box] = set()
     # All blocks that end before the tensor does have to be equally long, so the first few flat spans decide.
-    for box in (globe & whole for fragment in spec.fragments for _, globe in fragment_boxes(fragment)):
+    for box in (globe & whole for fragment in fragments for _, globe in fragment_boxes(fragment)):
         if not box or box in boxes:
             continue
         boxes.add(box)
@@ -54,7 +56,8 @@ def chunk_shape(spec: TensorSpec, least: int, most: int, pieces: int = 1) -> Sha
     cells of less than ``least`` bytes are joined. Otherwise a chunk is rows of at most ``most`` bytes, and there are
     at least ``pieces`` chunks if the tensor has that many rows.
 
-    >>> from .index import Extent, whole
+    >>> from lazyckpt.core.extents import Extent
+    >>> from lazyckpt.core.specs import whole
     >>> spec = whole("w", Extent("f", 0, "float32", (100, 1024), (1024, 1)))
     >>> chunk_shape(spec, 1 << 16, 1 << 17)
     (25, 1024)

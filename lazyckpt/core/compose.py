@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from ..errors import LazyckptError
-from .box import Box, Selection, Shape
+from .box import Box, Selection, Shape, remainder
 from .dtypes import DType
-from .fragments import Find, Fragments, fragments_of
-from .index import Fragment, Hole, Part, Placement, TensorSpec, from_folder
+from .expr import as_expr, cast, make, op_of, operand, parallel, relocated, wanted
+from .extents import Hole, Packed, from_folder
+from .fragments import Find, Fragments, fragment_boxes, fragments_of
+from .placement import Part, Placement
 from .plan import earlier_overlaps, plan
+from .specs import Expr, Fragment, Input, TensorSpec
 from .table import Table, joined
 
 
@@ -25,11 +28,13 @@ def compose(
 ) -> TensorSpec:
     """Return the spec of a tensor made of others, each with its placement.
 
-    Raises ValueError if the pieces differ in dtype or ``combine``, if one does not fit, or if there are none.
+    Pieces that are computed in the same way, such as by a conversion to the same dtype, are computed together: what is
+    composed are their operands.
+
+    Raises ValueError if the pieces differ in dtype, if one does not fit, or if there are none.
     """
     dtypes: set[DType] = {source.dtype for source, _ in pieces}
-    combines: set[Literal["first", "mean"]] = {source.combine for source, _ in pieces}
-    if len(dtypes) != 1 or len(combines) != 1:
+    if len(dtypes) != 1:
         raise ValueError(
             f"{name!r} is made of {len(pieces)} pieces of {len(dtypes)} dtypes: {sorted(map(str, dtypes))}"
         )
@@ -37,8 +42,124 @@ def compose(
         for part in placement.blocks:
             if not _fits(shape, source.shape, placement, part):
                 raise ValueError(f"{name!r} of shape {shape}: {part.local} of {source.name!r} does not fit")
-    fragments = Composed(tuple(source.fragments for source, _ in pieces), tuple(placed for _, placed in pieces))
-    return TensorSpec(name, shape, dtypes.pop(), fragments, combines.pop(), rule=rule, stored_as=stored_as)
+    placements = tuple(placed for _, placed in pieces)
+    if all(source.expr is None for source, _ in pieces):
+        fragments = Composed(tuple(source.fragments for source, _ in pieces), placements)
+        return TensorSpec(name, shape, dtypes.pop(), fragments, rule=rule, stored_as=stored_as)
+
+    def of_files(specs: Sequence[TensorSpec]) -> TensorSpec:
+        fragments = Composed(tuple(spec.fragments for spec in specs), placements)
+        return TensorSpec(name, shape, specs[0].dtype, fragments)
+
+    node = _together([operand(source) for source, _ in pieces], shape, placements, of_files)
+    return TensorSpec(name, shape, dtypes.pop(), (), rule=rule, stored_as=stored_as, expr=as_expr(node))
+
+
+def _together(
+    nodes: Sequence[Expr | Input],
+    shape: Shape,
+    placements: tuple[Placement, ...],
+    of_files: Callable[[Sequence[TensorSpec]], TensorSpec],
+    **about: Any,
+) -> Expr | Input:
+    """Return tensors at their places in one of ``shape``: a tensor in files, a computation of such, or "place".
+
+    ``of_files`` makes the spec of tensors in files. ``about``: further parameters of "place".
+    """
+    first = nodes[0]
+    if isinstance(first, Input):
+        if all(isinstance(one, Input) and (one.source, one.dtype) == (first.source, first.dtype) for one in nodes):
+            return Input(of_files([one.spec for one in nodes if isinstance(one, Input)]), first.source)
+    elif op_of(first.op).elementwise:
+        exprs = [one for one in nodes if isinstance(one, Expr)]
+        alike = len(exprs) == len(nodes) and all(_like(one, first) for one in exprs)
+        if alike and all(len({one.dtype for one in row}) == 1 for row in zip(*(e.inputs for e in exprs), strict=True)):
+            rows = zip(*(one.inputs for one in exprs), strict=True)
+            inputs = tuple(_together(row, shape, placements, of_files, **about) for row in rows)
+            return Expr(first.op, inputs, first.params, shape, first.dtype)
+    return make("place", *nodes, shape=shape, placements=placements, **about)
+
+
+def _like(one: Expr, other: Expr) -> bool:
+    """Return whether two tensors are computed by the same operation, with the same parameters."""
+    return (one.op, len(one.inputs), one.dtype) == (other.op, len(other.inputs), other.dtype) and (
+        dict(one.params) == dict(other.params)
+    )
+
+
+def averaged(name: str, shape: Shape, dtype: DType, replicas: Sequence[Sequence[Fragment]], rule: str) -> TensorSpec:
+    """Return the spec of the mean of replicas.
+
+    An element is the mean of the replicas that files hold: those in lost files do not count.
+
+    Parameters
+    ----------
+    name, shape, dtype
+        The tensor.
+    replicas
+        The fragments of each replica, each of the whole tensor.
+    rule
+        See `TensorSpec`.
+    """
+    inputs = [Input(TensorSpec(name, shape, dtype, fragments)) for fragments in replicas]
+    regions: list[tuple[Box, tuple[int, ...]]] = [(Box.of(shape), tuple(range(len(inputs))))]
+    for n, one in enumerate(inputs):
+        for lost in _lost(one.spec):
+            found = []
+            for box, held in regions:
+                hit = box & lost
+                if not hit:
+                    found.append((box, held))
+                    continue
+                found.append((hit, tuple(m for m in held if m != n)))
+                found += [(rest, held) for rest in remainder(box, [hit])]
+            regions = found
+    if len(regions) == 1:
+        whole = [inputs[m] for m in regions[0][1]] or inputs[:1]
+        return TensorSpec(name, shape, dtype, (), rule=rule, expr=make("mean", *whole))
+    parts: list[Expr | Input] = []
+    for box, held in regions:
+        inside = Placement(shape, (Part(box, (0,) * len(shape)),))
+        some = [inputs[m].spec for m in held] or [inputs[0].spec]
+        parts.append(make("mean", *(Input(compose(name, box.shape, [(spec, inside)])) for spec in some)))
+    places = tuple(Placement.at(box.shape, box.start) for box, _ in regions)
+    return TensorSpec(name, shape, dtype, (), rule=rule, expr=make("place", *parts, shape=shape, placements=places))
+
+
+def _lost(spec: TensorSpec) -> list[Box]:
+    """Return the blocks of a tensor that are in lost files only, disjoint."""
+    if fragments_of(spec.fragments).intact:
+        return []
+    holes = [f for f in spec.fragments if isinstance(f.extent, Hole)]
+    if not holes:
+        return []
+    held = [box for f in spec.fragments if not isinstance(f.extent, Hole) for _, box in fragment_boxes(f)]
+    found: list[Box] = []
+    for box in (box for f in holes for _, box in fragment_boxes(f)):
+        rest = [box]
+        for other in [*held, *found]:
+            rest = [piece for part in rest for piece in (part.minus(other) if part & other else (part,))]
+        found += rest
+    return found
+
+
+def held(spec: TensorSpec) -> Sequence[Fragment]:
+    """Return the fragments that hold the elements of a tensor at their places: its own, or those of the operands of
+    operations on elements. All of them are read. Empty for other operations."""
+    if spec.expr is None:
+        return spec.fragments
+    found = parallel(spec)
+    if len(found) < 2:
+        return found[0].fragments if found else ()
+    return Composed(tuple(one.fragments for one in found), (Placement(spec.shape),) * len(found), is_mean(spec))
+
+
+def is_mean(spec: TensorSpec) -> bool:
+    """Return whether a tensor is the mean of replicas, perhaps converted."""
+    node: Expr | Input | None = spec.expr
+    while isinstance(node, Expr) and node.op == "cast":
+        node = node.inputs[0]
+    return isinstance(node, Expr) and node.op == "mean"
 
 
 def _fits(shape: Shape, source: Shape, placement: Placement, part: Part) -> bool:
@@ -77,6 +198,9 @@ class Composed(Fragments):
             if wanted is not None:
                 found += self._placed(n, of(fragments_of(source), wanted))
         return found
+
+    def packed(self) -> list[Packed]:
+        return [f.extent for f in self if isinstance(f.extent, Packed)]
 
     def table(self, want: Selection, find: Find | None = None) -> Table | None:
         """Return the tables of the sources, moved to their places, if each is one block and all have a table."""
@@ -277,26 +401,75 @@ class Stacked(Composed):
 def stack(name: str, layers: Sequence[Layer], dtype: DType) -> TensorSpec:
     """Return the spec of the stacked layers, at least one, of shape (layers, ...) and converted to ``dtype``.
 
-    Raises ValueError if the layers differ in shape or in whether replicas are averaged.
+    Raises ValueError if the layers differ in shape.
     """
     shape = layers[0].spec.shape
     axes = (None, *range(len(shape)))
-    pieces = [
-        (replace(layer.spec, dtype=dtype), Placement.at(layer.spec.shape, (n, *(0 for _ in shape)), axes))
-        for n, layer in enumerate(layers)
-    ]
-    spec = compose(name, (len(layers), *shape), pieces, rule=f"stacked from {len(layers)} steps")
-    fragments = Stacked(
-        tuple(layer.spec.fragments for layer in layers),
-        tuple(placement for _, placement in pieces),
-        folders=tuple(layer.folder for layer in layers),
-        steps=tuple(layer.step for layer in layers),
-    )
-    return replace(spec, fragments=fragments)
+    whole = (len(layers), *shape)
+    if any(layer.spec.shape != shape for layer in layers):
+        raise ValueError(f"{name!r} has other shapes than {shape} at some steps")
+    placements = tuple(Placement.at(shape, (n, *(0 for _ in shape)), axes) for n in range(len(layers)))
+    folders, steps = tuple(layer.folder for layer in layers), tuple(layer.step for layer in layers)
+
+    def of_files(specs: Sequence[TensorSpec]) -> TensorSpec:
+        fragments = Stacked(tuple(s.fragments for s in specs), placements, folders=folders, steps=steps)
+        return TensorSpec(name, whole, specs[0].dtype, fragments)
+
+    nodes = [operand(cast(layer.spec, dtype)) for layer in layers]
+    rule = f"stacked from {len(layers)} steps"
+    if all(isinstance(node, Input) for node in nodes):
+        return replace(of_files([layer.spec for layer in layers]), rule=rule)
+    node = _together(nodes, whole, placements, of_files, steps=steps)
+    if _places(node):  # operands that are read by themselves
+        own = [relocated(layer.spec, layer.folder) if layer.folder else layer.spec for layer in layers]
+
+        def of_places(specs: Sequence[TensorSpec]) -> TensorSpec:
+            fragments = Composed(tuple(s.fragments for s in specs), placements)
+            return TensorSpec(name, whole, specs[0].dtype, fragments)
+
+        node = _together([operand(cast(one, dtype)) for one in own], whole, placements, of_places, steps=steps)
+    return TensorSpec(name, whole, dtype, (), rule=rule, expr=as_expr(node))
+
+
+def _places(node: Expr | Input) -> bool:
+    """Return whether operands are at places in a computed tensor."""
+    return isinstance(node, Expr) and (node.op == "place" or any(map(_places, node.inputs)))
+
+
+def steps_of(spec: TensorSpec) -> tuple[int, ...]:
+    """Return the coordinates along the first dimension of a stack."""
+    node = operand(spec)
+    while isinstance(node, Expr):
+        if "steps" in node.params:
+            found: tuple[int, ...] = node.params["steps"]
+            return found
+        node = node.inputs[0]
+    return fragments_of(node.spec.fragments).steps
+
+
+def inside(spec: TensorSpec, box: Box) -> TensorSpec:
+    """Return the tensor with only those fragments that may hold elements of a block."""
+    node = _inside(operand(spec), box)
+    return node.spec if isinstance(node, Input) else replace(spec, expr=node)
+
+
+def _inside(node: Expr | Input, box: Box) -> Expr | Input:
+    if isinstance(node, Input):
+        return replace(node, spec=replace(node.spec, fragments=fragments_of(node.spec.fragments).inside(box)))
+    if not op_of(node.op).elementwise:
+        return node
+    return replace(node, inputs=tuple(_inside(one, box) for one in node.inputs))
 
 
 def readable(spec: TensorSpec) -> bool:
     """Return whether existing files hold all elements of the tensor."""
+    if spec.expr is not None:
+        try:
+            for one, want in wanted(spec, tuple(map(range, spec.shape))):
+                plan(one.spec, want)
+        except LazyckptError:
+            return False
+        return True
     if fragments_of(spec.fragments).intact or not spec.numel:
         return True
     if spec.fragments and not any(isinstance(f.extent, Hole) for f in spec.fragments):

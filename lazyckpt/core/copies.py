@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .box import Shape
-from .index import Extent
+from .extents import Extent
 
 
 class Copy(NamedTuple):

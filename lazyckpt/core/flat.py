@@ -14,8 +14,10 @@ from itertools import product
 from math import prod
 
 from .box import Box, Selection, Shape, c_strides, is_run, span_boxes
+from .extents import Extent, Hole
 from .fragments import Fragments, fragment_boxes, fragments_of
-from .index import Extent, Fragment, Hole, Part, TensorSpec
+from .placement import Part
+from .specs import Fragment, TensorSpec
 
 
 def interval(source: TensorSpec, lo: int, hi: int) -> TensorSpec:

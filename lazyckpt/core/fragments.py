@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from .box import Box, Selection, Shape, span_boxes
-from .index import Extent, Fragment, Packed, Placement
+from .extents import Extent, Packed
+from .placement import Placement
+from .specs import Fragment
 from .table import Table
 
 Find = Callable[[Packed], Extent]

@@ -16,11 +16,12 @@ from typing import Any, overload
 import numpy as np
 
 from .box import Selection, Shape, c_strides
+from .columns import Extents
 from .dtypes import DType
-from .extents import Extents
+from .extents import Extent
 from .flat import Flat, interval, joined, plain
 from .fragments import Find, fragments_of
-from .index import Extent, Fragment, TensorSpec, whole
+from .specs import Fragment, TensorSpec, whole
 from .table import Ints, Table
 
 

@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from ..errors import DataError, MissingFileError, sentences
 from .box import Box, Selection, c_strides, remainder
 from .copies import Copy, even
+from .extents import Hole, Packed
 from .fragments import Find, fragment_boxes, fragments_of
-from .index import Fragment, Hole, Packed, TensorSpec
+from .specs import Fragment, TensorSpec
 from .table import choose
 
 # -- Which of many boxes overlap, in time about proportional to the boxes and overlaps, in any order of the boxes.
@@ -128,9 +129,8 @@ def _sweep(starts: Ints, stops: Ints, first: Ints, last: Ints) -> _Sweep:
 def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> Sequence[Copy]:
     """Return the copies that fill the selection.
 
-    With combine="first" they cover every selected element exactly once. With "mean" there is a copy from every fragment
-    that holds an element, and the reader has to average them. ``find`` looks up where a packed extent holds its
-    elements; without it their position is left open.
+    They cover every selected element exactly once. ``find`` looks up where a packed extent holds its elements; without
+    it their position is left open.
 
     Raises MissingFileError if the file of a selected element is missing, DataError if no file holds the element.
     """
@@ -138,7 +138,7 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> Sequenc
     if not whole:
         return []
     fragments = fragments_of(spec.fragments)
-    table = fragments.table(want, find) if spec.combine == "first" else None
+    table = fragments.table(want, find)
     found = None if table is None else choose(table, want)
     if found is not None:
         return found
@@ -147,8 +147,6 @@ def plan(spec: TensorSpec, want: Selection, find: Find | None = None) -> Sequenc
     left = whole.numel - sum(prod(copy.shape) for copy in copies)
     if left:
         raise _uncovered(spec, left, pieces)
-    if spec.combine == "mean":
-        return [piece for _, piece in pieces if isinstance(piece, Copy)]
     return copies
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..errors import DataError
 from .box import Shape, is_run
 from .copies import Copy
-from .index import TensorSpec
+from .specs import TensorSpec
 
 MOST = 1 << 16  # references of one tensor; looking up more would take longer than copying the bytes
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from .box import Box, Selection, Shape, c_strides
 from .copies import Copy, even
 from .dtypes import DType
-from .index import Extent
+from .extents import Extent
 
 Ints = NDArray[np.int64]
 

@@ -134,7 +134,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
     *,
     progress: bool | None = None,
-) -> list[Path]:
+) -> list[Path | str]:
     """Write the fp32 master weights of a ZeRO checkpoint as files.
 
     Parameters
@@ -144,7 +144,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     Returns
     -------
-    list of Path
+    list of Path, or of str for a URL
         The files.
 
     Raises
@@ -174,7 +174,7 @@ def convert_zero_checkpoint_to_state_dict(
     exclude_frozen_parameters: bool = False,
     *,
     progress: bool | None = None,
-) -> list[Path]:
+) -> list[Path | str]:
     """Write the master weights of a ZeRO checkpoint as files, with 4 MiB of memory a thread.
 
     Existing files of the same names are replaced when the new files are complete.
@@ -201,7 +201,7 @@ def convert_zero_checkpoint_to_state_dict(
 
     Returns
     -------
-    list of Path
+    list of Path, or of str for a URL
         The files.
 
     Raises
@@ -218,7 +218,9 @@ def convert_zero_checkpoint_to_state_dict(
         raise DataError(f"the dtype {dtype!r} is none of {', '.join(sorted(_DTYPES))}")
     tensors, aliases = _state(_fp32(checkpoint_dir, tag), exclude_frozen_parameters)
     form = SAFETENSORS if safe_serialization else TORCH
-    plan = plan_of_files(form, tensors, aliases, output_dir, wanted, max_shard_size, overwrite=True)
+    plan = plan_of_files(
+        form, tensors, aliases, output_dir, wanted, max_shard_size, complete({"overwrite": True}, "convert")
+    )
     return list(carry_out(plan, complete({"progress": progress}, "convert_zero_checkpoint_to_state_dict")))
 
 

@@ -13,9 +13,11 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ..core.box import Shape
-from ..core.compose import Composed
-from ..core.index import Fragment, Hole, Rank, TensorSpec
+from ..core.extents import Hole
+from ..core.placement import Rank
+from ..core.specs import Fragment, TensorSpec
 from ..errors import FormatError, LazyckptError
+from ..formats.archives import locate
 from ..formats.deepspeed.building import Building, Shapes, Stage, local, tensors_in
 from ..formats.deepspeed.files import Kind, RankFile, RankFiles, find_folder, parse_ckpt_name
 from ..formats.deepspeed.pipeline import read_layers, tied_layers
@@ -27,12 +29,9 @@ from ..formats.torch_save import spec_of
 from ..io.containers.pickle.plain import Plain
 from ..io.containers.pickle.rebuild import StoredTensor
 from ..io.containers.torch_file import read_torch_file
-from ..io.storage.base import Store
-from ..io.storage.fsspec import is_url, split_url
-from ..io.storage.local import split
 from ..layouts.cut import reshard, stored_ranks
+from ..layouts.merge import Merge, concatenated
 from ..layouts.merge import Source as RuleSource
-from ..layouts.merge import concatenated
 from ..tensor import LazyTensor
 from .mapping import Degrees
 
@@ -46,8 +45,7 @@ class Opened:
 
     def __init__(self, dir: str | os.PathLike[str], tag: str | None, rules: Mapping[str, Any] | None) -> None:
         where = os.fspath(dir)
-        store: Store
-        store, name = split_url(where, None) if is_url(where) else split(where)
+        store, name = locate(os.fsdecode(where))
         source = Source(store, name, tag, rules)
         files = None if name else find_folder(source)
         if not files:
@@ -233,8 +231,8 @@ class Opened:
                 one = by_rank[r]
                 hole = lost.get(r) or Hole("", f"tensor-parallel rank {r} has no {name!r}")
                 fragments.append((Fragment(hole, shapes[r]),) if one is None else one.fragments)
-            whole = Composed(tuple(fragments), shard.placements, merged=True)
-            merged[name] = self.tensor(TensorSpec(name, shard.shape, first.dtype, whole, shard.combine, shard.rule))
+            whole = Merge(shard.shape, shard.placements, shard.is_mean)
+            merged[name] = self.tensor(whole.tensor(name, first.dtype, fragments, shard.rule))
         return merged
 
 

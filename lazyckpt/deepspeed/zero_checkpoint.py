@@ -16,7 +16,8 @@ from typing import Any
 
 from ..core.box import Box
 from ..core.compose import Composed
-from ..core.index import Placement, TensorSpec
+from ..core.placement import Placement
+from ..core.specs import TensorSpec
 from ..errors import FormatError, MissingFileError
 from ..tensor import LazyTensor
 from . import constants as c

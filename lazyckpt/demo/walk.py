@@ -42,7 +42,8 @@ list(view.states)
 w = view["layers.1.mlp.down_proj.weight"]
 w
 print(w.explain(slice(6, 10)))
-# The same slice through a file system that counts every byte that is asked of it, as an object store does:
+# The same slice through a file system that counts every byte that is asked of it, as an object store does. The first
+# read of a file also checks the headers of its records:
 metered = lazyckpt.open(f"metered://{folder.as_posix()}/zero3")
 meter.reset()
 rows = metered["layers.1.mlp.down_proj.weight"][6:10]

@@ -10,6 +10,7 @@ import argparse
 import io
 import os
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,10 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     nbytes = sum(t.nbytes + 512 for t in tensors)
     skeleton = pickle.dumps(replaced(whole, lambda t: t.name))
     same = fingerprint([(t, str(t.dtype)) for t in tensors], [skeleton])
-    return replace_file(torch_save_path, nbytes, tensors, lambda new: layout_of(new, whole), same)
+    return replace_file(torch_save_path, nbytes, tensors, partial(layout_of, whole), same)
 
 
-def dcp_to_safetensors(dcp_checkpoint_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path:
+def dcp_to_safetensors(dcp_checkpoint_dir: str | os.PathLike[str], path: str | os.PathLike[str]) -> Path | str:
     """Write the weights of a checkpoint of torch.distributed.checkpoint as one file of safetensors, in bounded memory.
 
     Names are those of the view, without ``model.``.
@@ -96,7 +97,7 @@ def dcp_to_safetensors(dcp_checkpoint_dir: str | os.PathLike[str], path: str | o
 
     Returns
     -------
-    Path
+    Path, or str for a URL
         The file.
 
     Raises

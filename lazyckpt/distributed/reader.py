@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..errors import DataError, TensorNotFoundError
-from ..io.storage.fsspec import is_url
+from ..io.storage.urls import is_url
 from ..loading import fill
 from ..tensor import LazyTensor
 from ..view import CheckpointView

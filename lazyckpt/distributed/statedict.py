@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from ..core.dtypes import FROM_NAME, FROM_SAFETENSORS
+from ..core.expr import leaves, structure
 from ..core.units import size_in_bytes
 from ..errors import DataError
 from ..export.files import FileFormat, file_names, split
@@ -24,7 +26,6 @@ from ..export.writer import check_names
 from ..jobs.destination import Files
 from ..jobs.executor import run
 from ..jobs.guard import local_path
-from ..jobs.places import Target
 from ..jobs.plan import File, Layout, WritePlan
 from ..jobs.publish import fingerprint, once
 from ..jobs.write import write
@@ -197,25 +198,25 @@ def save_state_dict(state_dict: StateDict, path: str | os.PathLike[str], safe_se
     # tensors in memory have no fingerprint: such a file is never resumed
     parts = [(t, (name, str(t.dtype))) for name, t in tensors.items() if isinstance(t, LazyTensor)]
     same = fingerprint(parts, [repr(aliases).encode(), form.stem.encode()]) if len(parts) == len(tensors) else once()
-    return replace_file(path, nbytes, lazy, lambda new: form.layout(new, tensors, aliases), same)
+    return replace_file(path, nbytes, lazy, partial(form.layout, tensors, aliases), same)
 
 
 def replace_file(
     path: str | os.PathLike[str],
     nbytes: int,
     lazy: Sequence[LazyTensor],
-    begin: Callable[[Target], Layout],
+    layout: Callable[[], Layout],
     same: str,
 ) -> Path:
-    """Write a file of about ``nbytes`` bytes by ``begin`` under another name, and publish it when it is complete. A
-    call with the ``same`` fingerprint resumes an interrupted one. Raises DestinationError, also for a file that
-    ``lazy`` tensors are read from."""
+    """Write a file of about ``nbytes`` bytes with this ``layout`` under another name, and publish it when it is
+    complete. A call with the ``same`` fingerprint resumes an interrupted one. Raises DestinationError, also for a file
+    that ``lazy`` tensors are read from."""
     place = local_path(path)
     plan = WritePlan(
         destination=Files(place, [place.name], lazy, overwrite=True, one=True),
         tensors=lazy,
         fingerprint=same,
-        files=[File(place.name, nbytes, begin)],
+        files=[File(place.name, nbytes, layout)],
         room=nbytes,
     )
     write(plan, verify=False, progress=False, run=run)
@@ -244,7 +245,9 @@ def _owners(state_dict: StateDict) -> dict[str, str]:
 def _identity(tensor: Any) -> Any:
     """Return a key that two tensors share if and only if they are the same elements in the same memory."""
     if isinstance(tensor, LazyTensor):
-        return id(tensor.store), id(tensor.spec.fragments), tensor.dtype, tensor.shape, tensor._block or id(tensor)
+        sources = tuple((one.source, id(one.spec.fragments)) for one in leaves(tensor.spec))
+        what = repr(structure(tensor.spec))
+        return id(tensor.store), sources, what, tensor.dtype, tensor.shape, tensor._block or id(tensor)
     plain = tensor.detach()
     if hasattr(plain, "full_tensor"):
         return "DTensor", tensor.shape, plain.placements, _identity(plain.to_local())

@@ -20,10 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..core.box import Box, Shape, c_strides
 from ..core.compose import compose
+from ..core.expr import leaves, relocated
 from ..core.fragments import fragments_of
-from ..core.index import Placement, TensorSpec, relocated
+from ..core.placement import Placement
+from ..core.specs import TensorSpec
 from ..errors import MeshError, some
-from ..io.storage.base import Store, guarded, narrow
+from ..io.storage.access import guarded, narrow
+from ..io.storage.base import Store
 from ..io.storage.local import LocalStore
 from ..tensor import LazyTensor
 from .mesh import EPDegrees, EPSpecInfo, checked, degrees_of, same_ranks
@@ -56,8 +59,6 @@ def joined(pieces: Sequence[LazyTensor], dim: int, count: int) -> LazyTensor:
         placed.append((spec, Placement.of(spec.shape, _block(piece), tuple(start))))
         at += piece.shape[dim]
     shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
-    if any(piece.spec.combine != first.spec.combine for piece in pieces):
-        raise MeshError(f"{first.name!r}: some of its pieces are means of replicas, some are not")
     rule = f"the experts of {count} expert-parallel ranks, along dimension {dim}"
     return LazyTensor(store, compose(first.name, shape, placed, rule))
 
@@ -67,7 +68,7 @@ def _rest(tensor: LazyTensor, dim: int) -> tuple[int, ...]:
 
 
 def _paths(piece: LazyTensor) -> set[str]:
-    return fragments_of(piece.fragments).file_paths()
+    return {path for one in leaves(piece.spec) for path in fragments_of(one.spec.fragments).file_paths()}
 
 
 def _block(piece: LazyTensor) -> Box:
@@ -103,7 +104,13 @@ def _common(stores: Sequence[Store], paths: Sequence[set[str]], name: str) -> tu
         for prefix, store in zip(prefixes, narrowed, strict=True)
         for path, guard in store.guards.items()
     }
-    return guarded(LocalStore(root, pins), guards), prefixes
+    return guarded(LocalStore(root, pins, _same_io(narrowed)), guards), prefixes
+
+
+def _same_io(stores: Sequence[Store]) -> str:
+    """Return how all stores read their files; "auto" if they differ."""
+    modes = {store.asked_io for store in stores if isinstance(store, LocalStore)}
+    return modes.pop() if len(modes) == 1 else "auto"
 
 
 # -- Dropping and restoring the EP dimension.

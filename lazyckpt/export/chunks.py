@@ -23,8 +23,8 @@ from ..formats.zarr.documents import RAW, Json
 from ..io.tensors import as_bytes, empty
 from ..jobs.executor import OVERHEAD
 from ..jobs.passing import Passing
+from ..jobs.pieces import contents, differs, scratch
 from ..jobs.places import PIECE, Place, Sized
-from ..jobs.write import contents, differs, scratch
 from ..lazy import LazyArray
 from .codecs import Encoding
 

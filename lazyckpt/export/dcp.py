@@ -31,6 +31,7 @@ import torch
 from ..core.box import Shape
 from ..core.dtypes import dtype_of
 from ..core.merkle import Form
+from ..derive.groups import param_groups, step_of
 from ..errors import DataError
 from ..io.containers.pickle.plain import TensorRef
 from ..jobs.destination import Kind
@@ -39,7 +40,7 @@ from ..jobs.publish import fingerprint
 from ..lazy import LazyArray, named
 from .options import WriteOptions
 from .torch import Held, Item, row
-from .training import Lost, param_groups, restored, step_of
+from .training import Lost, restored
 from .writer import BY_NAMES, NO_RANKS, WEIGHTS, View, Writer, check_names, forecast_of_states, plan_of_folder
 
 CHUNK = 32 << 20  # maximum bytes of a chunk, unless a single row is larger

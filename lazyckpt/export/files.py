@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..core.names import Names
@@ -21,12 +21,12 @@ from ..core.units import size_in_bytes
 from ..errors import DataError, TensorNotFoundError
 from ..jobs.destination import Files, check_inside
 from ..jobs.guard import followed, local_path
-from ..jobs.places import Target
 from ..jobs.plan import File, Layout, Writable, WritePlan
 from ..jobs.publish import fingerprint
+from ..jobs.remote import Remote
 from ..lazy import LazyArray
 from .options import WriteOptions
-from .writer import Amount, Forecast, View, Writer, check_names
+from .writer import Amount, Forecast, View, Writer, check_names, remote_place
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,7 @@ class FileFormat:
     size
         Returns the maximum size of a file in bytes. Raises DataError for tensors that the format cannot represent.
     layout
-        Creates a file without the tensors' elements; elements that are there already are kept.
+        Returns the content of a file.
     """
 
     stem: str
@@ -59,7 +59,7 @@ class FileFormat:
     endings: tuple[str, ...]
     lists_aliases: bool
     size: Callable[[Tensors, Aliases], int]
-    layout: Callable[[Target, Tensors, Aliases], Layout]
+    layout: Callable[[Tensors, Aliases], Layout]
 
 
 def file_writer(name: str, what: str, form: FileFormat) -> Writer:
@@ -87,7 +87,7 @@ def _plan(
     names: NewNames | None = None,
 ) -> WritePlan:
     tensors, aliases = under(names, *view.once())
-    return plan_of_files(form, tensors, aliases, dest, dtype, max_shard_size, options["overwrite"])
+    return plan_of_files(form, tensors, aliases, dest, dtype, max_shard_size, options)
 
 
 def _forecast(
@@ -107,14 +107,15 @@ def plan_of_files(
     dest: str | os.PathLike[str],
     dtype: torch.dtype | None,
     max_shard_size: int | str | None,
-    overwrite: bool,
+    options: WriteOptions,
 ) -> WritePlan:
     """Plan the files of tensors, each written once. A ``dest`` with one of the format's endings is a single file; any
     other is a folder with one file, or with shards of at most ``max_shard_size`` and an index.
 
     Raises DataError, and DestinationError for an invalid path.
     """
-    place = local_path(dest)
+    remote = remote_place(dest, options)
+    place = PurePosixPath(remote.name) if remote is not None else local_path(dest)
     check_names([*tensors, *aliases])
     if dtype is not None and not dtype.is_floating_point:
         raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
@@ -123,8 +124,9 @@ def plan_of_files(
     if one:
         shards, keys = [tensors], [place.name]
     else:
-        target = followed(place)
-        place = place if place.exists() else target
+        if isinstance(place, Path):
+            target = followed(place)
+            place = place if place.exists() else target
         shards = split(tensors, None if max_shard_size is None else size_in_bytes(max_shard_size))
         keys = file_names(form.stem, form.suffix, len(shards))
     of_shard = [{a: o for a, o in aliases.items() if o in shard} for shard in shards]
@@ -138,17 +140,26 @@ def plan_of_files(
         texts[f"{form.stem}{form.suffix}.index.json"] = index_text(listed, total).encode()
     where = [(t, (key, n, str(t.dtype))) for key, shard in zip(keys, shards, strict=True) for n, t in shard.items()]
     lazy = list(tensors.values())
-    destination = Files(
-        place,
-        [*keys, *texts],
-        lazy,
-        overwrite,
-        one=one,
-        of_family=partial(is_of_family, stem=form.stem, suffix=form.suffix),
-        index=bool(texts),
-        ending=form.endings[0],
-        apart=check_inside,
-    )
+    of_family = partial(is_of_family, stem=form.stem, suffix=form.suffix)
+    destination: Files | Remote
+    paths: tuple[Path | str, ...]
+    if remote is not None:
+        where_to = remote.beside if one else remote
+        destination = Remote(where_to, lazy, options["overwrite"], one=place.name if one else None, of_family=of_family)
+        paths = tuple(map(where_to.at, [*keys, *texts]))
+    else:
+        destination = Files(
+            Path(place),
+            [*keys, *texts],
+            lazy,
+            options["overwrite"],
+            one=one,
+            of_family=of_family,
+            index=bool(texts),
+            ending=form.endings[0],
+            apart=check_inside,
+        )
+        paths = tuple(map(destination.path, destination.keys))
     return WritePlan(
         destination=destination,
         tensors=lazy,
@@ -156,12 +167,12 @@ def plan_of_files(
         files=[_file(form, *begun) for begun in zip(keys, shards, of_shard, strict=True)],
         texts=texts,
         room=room + sum(map(len, texts.values())),
-        paths=tuple(map(destination.path, destination.keys)),
+        paths=paths,
     )
 
 
 def _file(form: FileFormat, key: str, shard: Tensors, aliases: Aliases) -> File:
-    return File(key, sum(t.nbytes for t in shard.values()), lambda at: form.layout(at, shard, aliases))
+    return File(key, sum(t.nbytes for t in shard.values()), partial(form.layout, shard, aliases))
 
 
 def _converted(tensor: LazyArray, dtype: torch.dtype | None) -> LazyArray:

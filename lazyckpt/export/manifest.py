@@ -19,9 +19,11 @@ from ..formats.opening import opened
 from ..inspect.digest import digest
 from ..inspect.manifest import MANIFEST, beside, files_mark
 from ..io.storage.base import Store
-from ..jobs.destination import Files, Remote, Session, Whole, Zip
+from ..io.storage.urls import is_url
+from ..jobs.destination import Files, Session, Whole, Zip
 from ..jobs.passing import Passed
 from ..jobs.plan import Manifest, WritePlan
+from ..jobs.remote import Remote
 from ..lazy import LazyArray
 from ..namespace import Namespace
 
@@ -45,8 +47,13 @@ def with_manifest(plan: WritePlan) -> WritePlan:
         keys.insert(len(keys) - dest.index, key)  # the index is published last
         dest = replace(dest, keys=keys, manifest=key)
     elif isinstance(dest, Remote):
-        key = beside(dest.bucket.url.rpartition("/")[2])
-        options = dict(dest.bucket.options)
+        options = dict(dest.place.options)
+        if dest.one is not None:
+            one = dest.one
+            key = beside(one)
+        elif plan.chunks is not None:
+            key = beside(dest.name)
+            dest = replace(dest, beside=key)
     elif plan.chunks is not None and isinstance(dest, Whole | Zip):  # zarr warns of other files in a hierarchy
         key = beside(dest.place.name)
         dest = replace(dest, beside=key)
@@ -84,8 +91,8 @@ def _made(
     below: str = "",
 ) -> bytes:
     """Return the manifest of the files in a folder or, if it is not "", of the file ``one``."""
-    path = os.path.join(root, below, one).rstrip("/")
-    store, index = opened(path, None, cache=False, storage_options=options or None)
+    path = f"{root}/{below}{one}".rstrip("/") if is_url(root) else os.path.join(root, below, one).rstrip("/")
+    store, index = opened(path, None, cache=False, storage_options=options or None, unfinished=True)
     with _view(store, next(iter(index.states)), index) as view:
         lost = {view.state: view.unreadable}
         known = partial(passed.known, below=below)

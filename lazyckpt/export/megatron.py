@@ -44,7 +44,10 @@ import torch
 from ..core.box import Box
 from ..core.compose import compose
 from ..core.dtypes import DType
-from ..core.index import Index, Mesh, Placement, Rank, TensorSpec, renamed
+from ..core.index import Index
+from ..core.placement import Mesh, Placement, Rank
+from ..core.specs import TensorSpec, renamed
+from ..derive.groups import step_of
 from ..errors import DataError, MeshError, some
 from ..formats.megatron.layers import sort_key
 from ..io.storage.base import Store
@@ -61,7 +64,7 @@ from .megatron_args import EMBEDDING, complete, of_rank_files, source_args, true
 from .megatron_optimizer import NO_OPTIM, Optimizer, optimizer_of
 from .options import WriteOptions
 from .torch import Held, Viewed, layout_of, leaves, replaced
-from .training import Lost, restored, step_of
+from .training import Lost, restored
 from .writer import BY_NAMES, WEIGHTS, View, Writer, forecast_of_states, plan_of_folder
 
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ..core.index import Mesh, TensorSpec
+from ..core.placement import Mesh
+from ..core.specs import TensorSpec
 from ..formats.megatron.layers import decoder_layer
 from ..layouts.megatron import is_gated, number
 from ..layouts.rename.apply import heads_of

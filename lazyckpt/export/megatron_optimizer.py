@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.box import Shape
-from ..core.index import TensorSpec
+from ..core.specs import TensorSpec
+from ..derive.groups import below, step_of
 from ..errors import some
 from ..jobs.plan import Writable
 from ..layouts.megatron import is_buffer, is_expert
 from ..lazy import named
 from .torch import Held
-from .training import Lost, below, restored, step_of
+from .training import Lost, restored
 from .writer import View
 
 _FULL = ("weights", "fp32")

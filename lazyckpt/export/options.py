@@ -13,10 +13,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WriteResult(Sequence[Path]):
+class WriteResult(Sequence[Path | str]):
     """The result of a ``to_...`` method.
 
-    The result is a sequence of the written paths: ``for path in result``, ``result[0]``, ``len(result)``,
+    The result is a sequence of the written paths or URLs: ``for path in result``, ``result[0]``, ``len(result)``,
     ``(file,) = result``. With string keys, it is a mapping of the parts that were left out: ``result["args.rank"]``,
     ``"args.rank" in result``, ``result.items()``. It compares equal to a list of the same paths, and to a dict equal to
     ``left_out``.
@@ -24,8 +24,8 @@ class WriteResult(Sequence[Path]):
     Attributes
     ----------
     paths
-        The written files (`to_safetensors`, `to_torch`), or the one file or folder of other formats. Empty for a URL
-        and for the store of an Icechunk session.
+        The written files (`to_safetensors`, `to_torch`), or the one file or folder of other formats: as paths, or as
+        the texts of their URLs, without credentials. Empty for the store of an Icechunk session.
     left_out
         Part that was not written, or that not every reader loads -> reason. Keys are dotted paths in ``meta``, names of
         tensors or states, or paths in the hierarchy, as the method documents.
@@ -36,7 +36,7 @@ class WriteResult(Sequence[Path]):
         last one).
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[Path | str, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
     nbytes: int = 0
     manifest: str | None = None
@@ -44,22 +44,22 @@ class WriteResult(Sequence[Path]):
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __iter__(self) -> Iterator[Path]:
+    def __iter__(self) -> Iterator[Path | str]:
         return iter(self.paths)
 
     @overload
-    def __getitem__(self, key: int, /) -> Path: ...
+    def __getitem__(self, key: int, /) -> Path | str: ...
     @overload
-    def __getitem__(self, key: slice, /) -> list[Path]: ...
+    def __getitem__(self, key: slice, /) -> list[Path | str]: ...
     @overload
     def __getitem__(self, key: str, /) -> str: ...
-    def __getitem__(self, key: int | slice | str, /) -> Path | list[Path] | str:
+    def __getitem__(self, key: int | slice | str, /) -> Path | list[Path | str] | str:
         if isinstance(key, str):
             return self.left_out[key]
         return list(self.paths[key]) if isinstance(key, slice) else self.paths[key]
 
     def __contains__(self, item: object) -> bool:
-        return item in self.left_out if isinstance(item, str) else item in self.paths
+        return item in self.paths or (isinstance(item, str) and item in self.left_out)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, WriteResult):
@@ -71,10 +71,10 @@ class WriteResult(Sequence[Path]):
 
     __hash__ = None  # type: ignore[assignment]
 
-    def __add__(self, other: Iterable[Path]) -> list[Path]:
+    def __add__(self, other: Iterable[Path | str]) -> list[Path | str]:
         return [*self.paths, *other]
 
-    def __radd__(self, other: Iterable[Path]) -> list[Path]:
+    def __radd__(self, other: Iterable[Path | str]) -> list[Path | str]:
         return [*other, *self.paths]
 
     def keys(self) -> KeysView[str]:
@@ -107,9 +107,10 @@ class WriteOptions(TypedDict, total=False):
         DestinationError.
     resume
         Resume an interrupted call with the same arguments from its staging directory, a hidden folder beside the
-        destination (default). False starts anew.
+        destination, or from what is in the bucket (default). False starts anew.
     verify
-        Read the written files from the disk and compare them with the source before publishing them.
+        Read the written files from the disk, or back from the bucket, and compare them with the source before
+        publishing them. (A single object is compared after it appears, and removed if it differs.)
     progress
         Show a progress bar, or lines if stderr is not a terminal. By default, show a bar on a terminal or in a
         notebook, and nothing elsewhere.
@@ -125,6 +126,8 @@ class WriteOptions(TypedDict, total=False):
         their shares at any time, in any order, write the export together; the last one publishes it. Each writes whole
         files, so there should be several for each process. The paths of the result are empty until the export is
         published. Only for folders of local files.
+    storage_options
+        Credentials and other options for a ``dest`` that is a URL, as for `lazyckpt.open`.
     manifest
         Also write a manifest, the SHA-256 digests of all tensors (`Digest.to_json`). They are computed from the bytes
         that are written, so the source is read once. In a folder it is named lazyckpt-manifest.json; beside a single
@@ -139,11 +142,12 @@ class WriteOptions(TypedDict, total=False):
     memory: int | str | None
     share: tuple[int, int] | None
     manifest: bool
+    storage_options: Mapping[str, Any] | None
 
 
 DEFAULTS: WriteOptions = {
     "overwrite": False, "resume": True, "verify": False, "progress": None, "executor": None, "memory": None,
-    "share": None, "manifest": False,
+    "share": None, "manifest": False, "storage_options": None,
 }  # fmt: skip
 
 

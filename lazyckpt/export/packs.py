@@ -44,7 +44,7 @@ class Choice:
     def __call__(self, tensor: LazyArray) -> bool:
         """Return whether a tensor is packed."""
         spec = tensor.spec
-        if spec.combine != "first" or tensor._selection is not None or not self._fits(spec.shape, spec.dtype):
+        if spec.expr is not None or tensor._selection is not None or not self._fits(spec.shape, spec.dtype):
             return False
         return self._is_of(tensor.store)
 

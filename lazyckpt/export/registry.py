@@ -18,6 +18,7 @@ NAMES = (
     "universal",
     "megatron",
     "zarr",
+    "gguf",
     "virtual",
 )
 

@@ -7,14 +7,18 @@ is stored once, and the header's metadata maps its other names to that one.
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from ..core.dtypes import dtype_of
 from ..errors import DataError
-from ..io.system import write_at
-from ..jobs.places import Target
 from ..jobs.plan import Layout, Placed
 from .files import Aliases, FileFormat, Tensors, file_writer
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 _LONGEST = 100_000_000  # maximum bytes of a header (safetensors/src/tensor.rs MAX_HEADER_SIZE)
 
@@ -54,19 +58,20 @@ def _size(tensors: Tensors, aliases: Aliases) -> int:
     return len(_header(tensors, aliases)) + sum(t.nbytes for t in tensors.values())
 
 
-def _layout(target: Target, tensors: Tensors, aliases: Aliases) -> Layout:
+def _layout(tensors: Tensors, aliases: Aliases) -> Layout:
     header = _header(tensors, aliases)
     placed, at = [], len(header)
     for name in _order(tensors):
         placed.append(Placed(at, tensors[name]))
         at += tensors[name].nbytes
-    fd = target.descriptor(os.O_WRONLY | os.O_CREAT)
-    try:
-        write_at(fd, header, 0)
-        os.ftruncate(fd, at)
-    finally:
-        os.close(fd)
-    return Layout(target, placed)
+    return Layout(at, [(0, header)], placed)
+
+
+def contents(tensors: Mapping[str, Any]) -> Iterator[bytes]:
+    """Yield the content of a file of tensors that are in memory."""
+    yield _header(tensors, {})
+    for name in _order(tensors):
+        yield tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 SAFETENSORS = FileFormat("model", ".safetensors", (".safetensors",), False, _size, _layout)

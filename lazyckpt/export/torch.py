@@ -11,9 +11,10 @@ import mmap
 import os
 import struct
 import zipfile
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +25,6 @@ from ..core.box import Shape, c_strides, tiles
 from ..core.dtypes import bits_of
 from ..core.merkle import Form
 from ..errors import DataError
-from ..io.system import read_at, write_at
-from ..jobs.places import Target
 from ..jobs.plan import Layout, Placed, Writable
 from ..lazy import LazyArray
 from .files import Aliases, FileFormat, Tensors, file_writer
@@ -39,44 +38,41 @@ def _size(tensors: Tensors, aliases: Aliases) -> int:
     return sum(t.nbytes for t in tensors.values()) + names + 4096
 
 
-def _layout(target: Target, tensors: Tensors, aliases: Aliases) -> Layout:
-    return layout_of(target, {**tensors, **{alias: tensors[name] for alias, name in aliases.items()}})
+def _layout(tensors: Tensors, aliases: Aliases) -> Layout:
+    return layout_of({**tensors, **{alias: tensors[name] for alias, name in aliases.items()}})
 
 
-def layout_of(target: Target, value: Any) -> Layout:
-    """Create a torch.save file of an object whose nested dicts, lists and tuples contain `Writable`s in place of
-    tensors (the same one twice for a tied tensor). Tensor data that is already in the file is kept.
+def layout_of(value: Any) -> Layout:
+    """Return the torch.save file of an object whose nested dicts, lists and tuples contain `Writable`s in place of
+    tensors (the same one twice for a tied tensor).
 
     Raises DataError if the object contains a torch tensor elsewhere, because its data would not be written.
     """
     tensors = list({id(t): t for t in leaves(value)}.values())
     shown = dict(zip(map(id, tensors), placeholders(tensors), strict=True))
-    with open(target.descriptor(os.O_RDWR | os.O_CREAT), "wb") as file, skip_data():
-        torch.save(replaced(value, lambda t: shown[id(t)]), file)
-    with open(target.descriptor(os.O_RDONLY), "rb") as made, zipfile.ZipFile(made) as archive:
+    file = _Sparse()
+    with skip_data():
+        torch.save(replaced(value, lambda t: shown[id(t)]), file)  # type: ignore[arg-type]
+    with zipfile.ZipFile(file) as archive:
         directory = archive.start_dir
         infos = archive.infolist()
-        records = {info.filename.split("/", 1)[1]: info for info in infos}
-        if f"data/{len(tensors)}" in records:
-            raise DataError("an object that is to be saved has tensors in its attributes, which cannot be written")
-        # torch numbers storages in the order of pickling
-        held = [records[f"data/{n}"] for n in range(len(tensors))]
-        begins = [_data_offset(made.fileno(), info.header_offset) for info in held]
-
-    def finish(found: list[int]) -> None:
-        checksums = dict(zip((info.filename for info in held), found, strict=True))
-        fd = target.descriptor(os.O_RDWR)
-        try:
-            for at, info in zip(begins, held, strict=True):
-                end = at + info.file_size
-                if read_at(fd, 4, end) == _DESCRIPTOR:
-                    write_at(fd, struct.pack("<I", checksums[info.filename]), end + 4)
-            _patch_directory(fd, directory, infos, checksums)
-        finally:
-            os.close(fd)
-
-    placed = [Placed(at, tensor) for at, tensor in zip(begins, tensors, strict=True)]
-    return Layout(target, placed, finish)
+    records = {info.filename.split("/", 1)[1]: info for info in infos}
+    if f"data/{len(tensors)}" in records:
+        raise DataError("an object that is to be saved has tensors in its attributes, which cannot be written")
+    # torch numbers storages in the order of pickling
+    held = [records[f"data/{n}"] for n in range(len(tensors))]
+    placed: list[Placed] = []
+    checksums: list[tuple[int, int]] = []
+    for n, (info, tensor) in enumerate(zip(held, tensors, strict=True)):
+        begin = _data_offset(file, info.header_offset)
+        placed.append(Placed(begin, tensor))
+        if file.at(begin + info.file_size, 4) == _DESCRIPTOR:
+            checksums.append((begin + info.file_size + 4, n))
+    numbers = {info.filename: n for n, info in enumerate(held)}
+    for at, filename in _entries(file, directory, infos):
+        if filename in numbers:
+            checksums.append((at + 16, numbers[filename]))
+    return Layout(file.size, file.texts, placed, checksums)
 
 
 def leaves(value: Any) -> Iterator[Any]:
@@ -127,18 +123,77 @@ def placeholders(tensors: Sequence[Writable]) -> list[torch.Tensor]:
     return found
 
 
-def _data_offset(fd: int, header: int) -> int:
+class _Sparse(io.RawIOBase):
+    """A file in memory that is written once, from its begin to its end. What is skipped takes no memory."""
+
+    def __init__(self) -> None:
+        self._offsets: list[int] = []
+        self._parts: list[bytearray] = []
+        self._at = self.size = 0
+
+    @property
+    def texts(self) -> list[tuple[int, bytes]]:
+        """What was written, with offsets."""
+        return [(offset, bytes(part)) for offset, part in zip(self._offsets, self._parts, strict=True)]
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self.size)[whence]
+        return self._at
+
+    def write(self, data: object) -> int:
+        more = memoryview(data).cast("B")  # type: ignore[arg-type]
+        if self._at < self.size:
+            raise DataError(f"this torch ({torch.__version__}) writes its files in another way than is known")
+        if not self._parts or self._at > self.size:
+            self._offsets.append(self._at)
+            self._parts.append(bytearray())
+        self._parts[-1] += more
+        self._at += len(more)
+        self.size = self._at
+        return len(more)
+
+    def readinto(self, out: Any) -> int:
+        data = self.at(self._at, min(len(out), max(0, self.size - self._at)))
+        out[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def at(self, offset: int, nbytes: int) -> bytes:
+        """Return bytes; what was skipped is zero."""
+        found = bytearray(nbytes)
+        n = max(0, bisect_right(self._offsets, offset) - 1)
+        while n < len(self._parts) and self._offsets[n] < offset + nbytes:
+            begin, part = self._offsets[n], self._parts[n]
+            lo, hi = max(begin, offset), min(begin + len(part), offset + nbytes)
+            if lo < hi:
+                found[lo - offset : hi - offset] = part[lo - begin : hi - begin]
+            n += 1
+        return bytes(found)
+
+
+def _data_offset(file: _Sparse, header: int) -> int:
     """Return the offset of a record's data, after its header, name and padding (zip: local file header)."""
-    name, extra = struct.unpack("<HH", read_at(fd, 4, header + 26))
+    name, extra = struct.unpack("<HH", file.at(header + 26, 4))
     return header + 30 + int(name) + int(extra)
 
 
-def _patch_directory(fd: int, at: int, infos: list[zipfile.ZipInfo], checksums: dict[str, int]) -> None:
-    """Write the checksums into the zip's directory, which begins at byte ``at``."""
+def _entries(file: _Sparse, at: int, infos: list[zipfile.ZipInfo]) -> Iterator[tuple[int, str]]:
+    """Yield the offset and the record of each entry of the zip's directory, which begins at byte ``at``."""
     for info in infos:
-        if info.filename in checksums:
-            write_at(fd, struct.pack("<I", checksums[info.filename]), at + 16)
-        name, extra, comment = struct.unpack("<HHH", read_at(fd, 6, at + 28))
+        yield at, info.filename
+        name, extra, comment = struct.unpack("<HHH", file.at(at + 28, 6))
         at += 46 + int(name) + int(extra) + int(comment)
 
 
@@ -186,65 +241,33 @@ class Item(NamedTuple):
         return len(around.head) + self.tensor.nbytes + len(around.tail)
 
 
-def row(items: Sequence[Item], target: Target) -> Layout:
-    """Create a file of concatenated items without the tensors' bytes; bytes that are already there are kept."""
+def row(items: Sequence[Item]) -> Layout:
+    """Return the file of concatenated items."""
+    texts: list[tuple[int, bytes]] = []
     placed: list[Placed] = []
-    fd = target.descriptor(os.O_WRONLY | os.O_CREAT)
-    try:
-        for item in items:
-            around = item.around
-            at = item.offset + len(around.head)
-            write_at(fd, around.head, item.offset)
-            write_at(fd, around.tail, at + item.tensor.nbytes)
-            placed.append(Placed(at, item.tensor, item.whole, item.at))
-    finally:
-        os.close(fd)
-    return Layout(target, placed, partial(_finish, target, items))
-
-
-def _finish(target: Target, items: Sequence[Item], checksums: list[int]) -> None:
-    fd = target.descriptor(os.O_WRONLY)
-    try:
-        for item, checksum in zip(items, checksums, strict=True):
-            around = item.around
-            for place in around.checksums:
-                at = item.offset + len(around.head) + item.tensor.nbytes + place
-                write_at(fd, checksum.to_bytes(4, "little"), at)
-    finally:
-        os.close(fd)
-
-
-class _Around(io.RawIOBase):
-    """A stream that collects the bytes written before and after a single skipped gap."""
-
-    def __init__(self) -> None:
-        self.parts = [bytearray()]
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: object) -> int:
-        more = memoryview(data).cast("B")  # type: ignore[arg-type]
-        self.parts[-1] += more
-        return len(more)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence != os.SEEK_CUR or len(self.parts) > 1:
-            raise DataError(f"this torch ({torch.__version__}) writes its files in another way than is known")
-        self.parts.append(bytearray())
-        return offset
+    checksums: list[tuple[int, int]] = []
+    for n, item in enumerate(items):
+        around = item.around
+        at = item.offset + len(around.head)
+        behind = at + item.tensor.nbytes
+        texts += [(item.offset, around.head), (behind, around.tail)]
+        placed.append(Placed(at, item.tensor, item.whole, item.at))
+        checksums += [(behind + place, n) for place in around.checksums]
+    size = items[-1].offset + items[-1].length if items else 0
+    return Layout(size, texts, placed, checksums)
 
 
 @lru_cache(maxsize=1 << 12)
 def _saved(dtype: torch.dtype, shape: Shape, about: About | None) -> Saved:
     # an expanded scalar, which has this shape but needs no memory
     (shown,) = placeholders([Held(torch.empty((), dtype=dtype, device="cpu").expand(shape))])
-    around = _Around()
+    around = _Sparse()
     with skip_data():
         torch.save(shown if about is None else {"param": shown, **dict(about)}, around)  # type: ignore[arg-type]
-    head, tail = bytes(around.parts[0]), b"".join(map(bytes, around.parts[1:]))
-    if not tail:  # no elements
+    (_, head), *behind_gap = around.texts
+    if not behind_gap:  # no elements
         return Saved(head, b"", ())
+    ((_, tail),) = behind_gap
     name = tail.rfind(_RECORD)
     entry = tail.rfind(_ENTRY, 0, name)
     if entry < 0:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ..derive.groups import param_groups, step_of, unnamed
 from ..errors import DataError
 from ..jobs.destination import Kind
 from ..jobs.plan import File, Writable, WritePlan
@@ -34,7 +35,7 @@ from ..layouts.universal import cut_of
 from ..lazy import LazyArray, named
 from .options import WriteOptions
 from .torch import Held, Item, layout_of, row
-from .training import Lost, NotLoaded, param_groups, restored, step_of, unnamed
+from .training import Lost, NotLoaded, restored
 from .writer import (
     BY_NAMES,
     NO_RANKS,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import quote
 
@@ -23,15 +24,17 @@ from ..errors import DataError, DestinationError, FormatError, LazyckptError
 from ..formats.zarr import documents
 from ..formats.zarr.documents import FOREIGN, NAMES, Contents, Part, contents
 from ..io.reading.gather import planned
-from ..io.storage.base import check
-from ..io.storage.fsspec import is_url
+from ..io.storage.access import check, outside
+from ..io.storage.credentials import without_secrets
+from ..io.storage.urls import is_remote, is_url
 from ..jobs.destination import Files, Kind, Session, Whole, check_apart
 from ..jobs.guard import followed, local_path
 from ..jobs.plan import WritePlan
 from ..jobs.publish import once
+from ..jobs.remote import Remote
 from ..lazy import LazyArray
 from .options import WriteOptions
-from .writer import Writer
+from .writer import Writer, remote_place
 
 MOST = 64 << 20  # maximum bytes of a chunk
 _RECORDS = 10_000  # references in a parquet file
@@ -50,7 +53,14 @@ class _Referred:
     def references(self) -> Iterator[Reference]:
         """Yield the references to its chunks, with a URL as path."""
         for reference in references(self.copies, self.chunk):
-            yield reference._replace(path=url_of(self.tensor.store.root, reference.path))
+            root, path, offset = outside(self.tensor.store, reference.path, reference.offset)
+            yield reference._replace(path=url_of(root, path), offset=offset)
+
+    @property
+    def root(self) -> str:
+        """The URL of the folder of its files; of an archive, the folder that the archive is in."""
+        store = self.tensor.store
+        return url_of(next((outside(store, copy.extent.path, 0)[0] for copy in self.copies), store.root), "")
 
 
 def _plan(
@@ -59,11 +69,16 @@ def _plan(
     form = format or _form(dest)
     if form not in _FORMS:
         raise FormatError(f"references are written as {', '.join(_FORMS)}, not as {form!r}")
+    if form == "icechunk" and isinstance(dest, str | os.PathLike) and is_remote(os.fspath(dest)):
+        raise DestinationError(
+            f"{without_secrets(os.fspath(dest), {})}: Icechunk needs its own settings for a bucket: pass the store of "
+            "a writable session of your repository instead of a URL"
+        )
     what = contents(view)
     referred, left_out = _referred(what)
     _check_sources(referred)
     what.about["left_out"] = left_out
-    return _FORMS[form](_References(what, referred, left_out, dest, bits, options["overwrite"]))
+    return _FORMS[form](_References(what, referred, left_out, dest, bits, options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +90,7 @@ class _References:
     left_out: Mapping[str, str]
     dest: Any
     bits: bool
-    overwrite: bool
+    options: WriteOptions
 
     @property
     def tensors(self) -> list[LazyArray]:
@@ -93,7 +108,7 @@ class _References:
     def folder(self, place: Path, marks: tuple[str, ...], build: Callable[[str], None]) -> WritePlan:
         """Return the plan of a folder that another library writes."""
         return WritePlan(
-            destination=Whole(place, self.tensors, self.overwrite, Kind("folder of references", marks)),
+            destination=Whole(place, self.tensors, self.options["overwrite"], Kind("folder of references", marks)),
             tensors=(),
             fingerprint=once(),
             build=build,
@@ -124,7 +139,11 @@ def _referred(what: Contents[LazyArray]) -> tuple[dict[str, _Referred], dict[str
         try:
             if spec.dtype not in NAMES:
                 raise DataError(f"zarr has no {spec.dtype}")
+            if spec.expr is not None:
+                raise DataError("it is computed: no file holds its elements")
             copies = planned(tensor.store, spec, tuple(map(range, spec.shape)))
+            for file in {copy.extent.path for copy in copies}:
+                outside(tensor.store, file, 0)
             found[path] = _Referred(what.names[path], tensor, reference_chunk(spec, copies, MOST), copies)
         except LazyckptError as e:
             left_out[path] = str(e)
@@ -157,7 +176,15 @@ def _array(one: _Referred, bits: bool) -> documents.Json:
 
 
 def _plan_json(of: _References) -> WritePlan:
-    place = local_path(of.dest)
+    remote, overwrite = remote_place(of.dest, of.options), of.options["overwrite"]
+    destination: Files | Remote
+    if remote is not None:
+        name = remote.name
+        destination = Remote(remote.beside, of.tensors, overwrite, one=name)
+    else:
+        place = local_path(of.dest)
+        name = place.name
+        destination = Files(place, [name], of.tensors, overwrite, one=True, apart=check_apart)
 
     def items() -> Iterator[tuple[str, Any]]:
         for path, node in of.nodes().items():
@@ -173,11 +200,11 @@ def _plan_json(of: _References) -> WritePlan:
         yield b"\n}}\n"
 
     return WritePlan(
-        destination=Files(place, [place.name], of.tensors, of.overwrite, one=True, apart=check_apart),
+        destination=destination,
         tensors=(),
         fingerprint=once(),
-        texts={place.name: text},
-        paths=(place,),
+        texts={name: text},
+        paths=(str(destination) if isinstance(destination, Remote) else destination.place,),
         left_out=of.left_out,
     )
 
@@ -206,7 +233,23 @@ def _plan_parquet(of: _References) -> WritePlan:
                 out[f"{path}/{'.'.join(map(str, reference.place)) or '0'}"] = list(reference[1:])
         out.flush()
 
-    return of.folder(followed(local_path(of.dest)), (".zmetadata",), build)
+    marks = (".zmetadata",)
+    place = remote_place(of.dest, of.options)
+    if place is None:
+        return of.folder(followed(local_path(of.dest)), marks, build)
+    with TemporaryDirectory(prefix="lazyckpt-references-") as folder:
+        build(folder)
+        found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in Path(folder).rglob("*.parq")}
+        found |= {mark: Path(folder, mark).read_bytes() for mark in marks}  # the last one makes it readable
+    kind = Kind("folder of references", marks)
+    return WritePlan(
+        destination=Remote(place, of.tensors, of.options["overwrite"], other=kind),
+        tensors=(),
+        fingerprint=once(),
+        texts=found,
+        paths=(str(place),),
+        left_out=of.left_out,
+    )
 
 
 def _count(node: documents.Json) -> int:
@@ -268,7 +311,7 @@ def _plan_icechunk(of: _References) -> WritePlan:
             left_out=of.left_out,
         )
     place = followed(local_path(of.dest))
-    roots = {url_of(one.tensor.store.root, "") for one in of.referred.values()}
+    roots = {one.root for one in of.referred.values()}
     if any(not root.startswith("file://") for root in roots):
         raise DestinationError(
             f"{place}: for files behind a URL, Icechunk needs your settings to access them: make a repository with a "
@@ -317,8 +360,7 @@ def _fill(store: Any, nodes: Mapping[str, documents.Json], referred: Mapping[str
         ]
         if chunks and store.set_virtual_refs(path, chunks):
             raise DestinationError(
-                f"the Icechunk repository has no VirtualChunkContainer for "
-                f"{url_of(one.tensor.store.root, '')}: set one in its configuration"
+                f"the Icechunk repository has no VirtualChunkContainer for {one.root}: set one in its configuration"
             )
 
 

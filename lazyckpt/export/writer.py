@@ -15,20 +15,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..core.dtypes import dtype_of
 from ..core.units import plural
-from ..errors import DataError, MissingFileError
+from ..derive.groups import Training
+from ..errors import DataError, DestinationError, MissingFileError
+from ..formats.archives import check_outside
 from ..io.memory import many_objects
-from ..io.storage.fsspec import is_url
-from ..jobs.destination import Destination, Kind, Remote, Session, Whole
-from ..jobs.executor import runner
+from ..io.storage.uploads import Uploads, uploads_of
+from ..io.storage.urls import is_remote
+from ..jobs.destination import Destination, Kind, Session, Whole
+from ..jobs.executor import runner, shares_memory
 from ..jobs.guard import followed, local_path
 from ..jobs.plan import File, WritePlan
-from ..jobs.publish import discard, discard_upload, fingerprint
+from ..jobs.publish import discard, fingerprint
+from ..jobs.remote import Remote
 from ..jobs.shares import discard_share, share_of, write_share
+from ..jobs.upload import upload
 from ..jobs.write import write
 from ..lazy import LazyArray
 from .manifest import below, with_manifest
 from .options import WriteOptions, WriteResult, complete
-from .training import Training
 
 if TYPE_CHECKING:
     import torch
@@ -120,15 +124,22 @@ def free_at(dest: str) -> int | None:
     """Return the free bytes of the file system of ``dest``; None for a URL."""
     if is_remote(dest):
         return None
-    at = Path(os.path.abspath(local_path(dest.removeprefix("file://"))))
+    at = Path(os.path.abspath(local_path(dest)))
     while not at.exists():
         at = at.parent
     return shutil.disk_usage(at).free
 
 
-def is_remote(dest: str) -> bool:
-    """Return whether a destination is a URL other than of local files."""
-    return is_url(dest) and not dest.startswith("file://")
+def remote_place(dest: str | os.PathLike[str], options: WriteOptions) -> Uploads | None:
+    """Return the prefix at a URL to write to; None for a local path. Raises DestinationError."""
+    url = os.fspath(dest)
+    if not is_remote(url):
+        return None
+    if url.startswith("memory://") and not shares_memory(options["executor"]):
+        raise DestinationError(f"{url} is memory of this process, where other processes cannot write: use threads")
+    found = uploads_of(url.rstrip("/"), options["storage_options"])
+    check_outside(url, options["storage_options"])
+    return found
 
 
 # -- the writer
@@ -139,6 +150,10 @@ class View(Training, Protocol):
 
     @property
     def state(self) -> str: ...
+    @property
+    def root(self) -> str: ...
+    @property
+    def meta(self) -> Mapping[str, Any]: ...
     @property
     def format(self) -> str: ...
     @property
@@ -164,12 +179,12 @@ class Writer:
     """File extensions of destinations in this format."""
     options: frozenset[str] = frozenset()
     """Format-specific options that `lazyckpt convert` offers: dtype, mesh, stored, max_shard_size, codec."""
+    dtypes: tuple[str, ...] = ()
+    """The dtypes that the format's own option ``dtype`` names, if they are not those of torch."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """Option that the format does not support -> reason, if the reason is not just that other formats have it."""
     replaces: Callable[[str], bool] = lambda name: True
     """Returns whether an export to an existing folder replaces a file of this name."""
-    urls: bool = False
-    """Whether the format can be written to object stores."""
     takes_parts: bool = False
     """Whether tensors of which only the name is known are left out; if False, they raise an error."""
     by_rank: bool = False
@@ -195,13 +210,21 @@ def carry_out(plan: WritePlan, options: WriteOptions) -> WriteResult:
             discard_share(plan.destination.place, share)
         elif isinstance(plan.destination, Destination):
             discard(plan.destination.place)
-        elif isinstance(plan.destination, Remote):
-            discard_upload(plan.destination.bucket)
     run = runner(options["executor"], options["memory"])
     if share is not None:
         nbytes, finished = write_share(plan, share, verify=options["verify"], progress=options["progress"], run=run)
         return WriteResult(plan.paths if finished else (), plan.left_out, nbytes, _place(plan) if finished else None)
-    nbytes = write(plan, verify=options["verify"], progress=options["progress"], run=run)
+    if isinstance(plan.destination, Remote):
+        nbytes = upload(
+            plan,
+            plan.destination,
+            verify=options["verify"],
+            progress=options["progress"],
+            run=run,
+            resume=options["resume"],
+        )
+    else:
+        nbytes = write(plan, verify=options["verify"], progress=options["progress"], run=run)
     return WriteResult(plan.paths, plan.left_out, nbytes, _place(plan))
 
 
@@ -211,7 +234,9 @@ def _place(plan: WritePlan) -> str | None:
     if len(plan.manifests) != 1 or isinstance(dest, Session):
         return None
     key = plan.manifests[0].key
-    return f"{dest.bucket.beside}/{key}" if isinstance(dest, Remote) else str(dest.path(key))
+    if isinstance(dest, Remote):
+        return (dest.place.beside if dest.beside is not None else dest.place).at(key)
+    return str(dest.path(key))
 
 
 def plan_of_folder(
@@ -227,38 +252,52 @@ def plan_of_folder(
 ) -> WritePlan:
     """Plan a folder that is published as a whole. ``same`` is the fingerprint, ``lost`` has the parts that are left
     out, ``around`` is the approximate number of bytes of a file besides its tensors."""
-    place = followed(local_path(dest))
+    remote = remote_place(dest, options)
+    destination: Whole | Remote
+    if remote is not None:
+        destination = Remote(remote, tensors, options["overwrite"], other=kind)
+    else:
+        destination = Whole(followed(local_path(dest)), tensors, options["overwrite"], kind)
     return WritePlan(
-        destination=Whole(place, tensors, options["overwrite"], kind),
+        destination=destination,
         tensors=tensors,
         fingerprint=same,
         files=files,
         texts=texts,
         room=sum(file.nbytes + around for file in files) + sum(map(len, texts.values())),
-        paths=(place,),
+        paths=(str(destination) if isinstance(destination, Remote) else destination.place,),
         left_out=lost,
     )
 
 
 def plan_of_ranks(
-    plans: Mapping[str, WritePlan], dest: str, overwrite: bool, is_rank: Callable[[str], bool]
+    plans: Mapping[str, WritePlan], dest: str, options: WriteOptions, is_rank: Callable[[str], bool]
 ) -> WritePlan:
     """Plan a folder with a subfolder for each rank, published as a whole. ``plans`` has a plan per subfolder;
     ``is_rank`` returns whether a name is that of a rank's folder."""
-    place = local_path(dest)
+    remote = remote_place(dest, options)
 
     def other(names: Sequence[str]) -> str | None:
         return next((f"{name} is no rank's folder" for name in sorted(names) if not is_rank(name)), None)
 
     tensors = [t for plan in plans.values() for t in plan.tensors]
+    destination: Whole | Remote
+    paths: tuple[Path | str, ...]
+    if remote is not None:
+        destination = Remote(remote, tensors, options["overwrite"], other=other)
+        paths = tuple(map(remote.at, plans))
+    else:
+        place = local_path(dest)
+        destination = Whole(place, tensors, options["overwrite"], other)
+        paths = tuple(place / name for name in plans)
     return WritePlan(
-        destination=Whole(place, tensors, overwrite, other),
+        destination=destination,
         tensors=tensors,
         fingerprint=fingerprint([], [f"{name} {plan.fingerprint}\n".encode() for name, plan in plans.items()]),
         files=[File(f"{name}/{f.key}", f.nbytes, f.layout) for name, plan in plans.items() for f in plan.files],
         texts={f"{name}/{key}": text for name, plan in plans.items() for key, text in plan.texts.items()},
         room=sum(plan.room for plan in plans.values()),
-        paths=tuple(place / name for name in plans),
+        paths=paths,
         manifests=[one for name, plan in plans.items() for one in below(plan.manifests, name)],
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -21,18 +21,21 @@ from typing import Any
 
 from ..core.box import Shape, c_strides, is_run
 from ..core.chunking import chunk_shape, grid_of
+from ..core.expr import leaves
 from ..core.merkle import Form
 from ..core.packs import Packed
 from ..core.units import size_in_bytes
-from ..errors import DataError, DestinationError
+from ..errors import DataError
 from ..formats.zarr.documents import PACKING, Contents, Part, array, contents, hierarchy
-from ..jobs.destination import Destination, Kind, Remote, Whole, Zip
-from ..jobs.executor import shares_memory
+from ..io.storage.uploads import HELD, Uploads
+from ..io.storage.urls import is_remote
+from ..jobs.destination import Destination, Kind, Whole, Zip
 from ..jobs.guard import followed, local_path
-from ..jobs.places import Bucket, Place
+from ..jobs.places import Place
 from ..jobs.plan import Chunk, Chunks, WritePlan
 from ..jobs.plan import Part as Piece
 from ..jobs.publish import fingerprint
+from ..jobs.remote import Remote
 from ..lazy import LazyArray
 from . import chunks
 from .chunks import Cut
@@ -40,7 +43,7 @@ from .codecs import Codec, Encoding, encoding
 from .codecs import check as check_codec
 from .options import WriteOptions
 from .packs import chooser, packs
-from .writer import NO_RANKS, Amount, Forecast, Writer, is_remote
+from .writer import NO_RANKS, Amount, Forecast, Writer, remote_place
 
 CHUNK = 64 << 20  # maximum bytes of a chunk
 IN_SHARD = 4 << 20  # maximum bytes of a chunk in a shard
@@ -59,8 +62,8 @@ class Item:
     @property
     def identity(self) -> tuple[Any, ...]:
         """What identifies the array in a fingerprint, beside its tensor."""
-        fragments = self.tensor.spec.fragments
-        return self.path, self.cut, *((fragments.digest(),) if isinstance(fragments, Packed) else ())
+        each = [one.spec.fragments for one in leaves(self.tensor.spec)]
+        return self.path, self.cut, *(fragments.digest() for fragments in each if isinstance(fragments, Packed))
 
     def files(self) -> Iterator[tuple[str, LazyArray, int | None]]:
         """Yield all files: key, block of the tensor, and the number of elements before it in C order, if its elements
@@ -120,18 +123,17 @@ def _plan(
     chunk: int | str | None = None,
     shard: int | str | bool | None = None,
     pack: int | str | bool | None = None,
-    storage_options: Mapping[str, Any] | None = None,
 ) -> WritePlan:
-    url = os.fspath(dest)
-    remote = is_remote(url)
+    remote = is_remote(os.fspath(dest))
     limit = None if options["memory"] is None else size_in_bytes(options["memory"])
     plan = planned(contents(view, states, chooser(pack)), codec, chunk, shard, limit, remote)
     tensors = [item.tensor for item in plan.items]
+    place = remote_place(dest, options)
     destination: Destination | Remote
-    if remote:
-        destination = _remote(url, storage_options, options)
+    if place is not None:
+        destination = _remote(place, tensors, options)
     else:
-        destination = _local(local_path(url.removeprefix("file://")), tensors, options["overwrite"])
+        destination = _local(local_path(dest), tensors, options["overwrite"])
     return WritePlan(
         destination=destination,
         tensors=tensors,
@@ -139,7 +141,7 @@ def _plan(
         chunks=Chunks(plan.nbytes, plan.chunks),
         texts=plan.documents,
         room=plan.room(),
-        paths=() if isinstance(destination, Remote) else (destination.place,),
+        paths=(str(destination) if isinstance(destination, Remote) else destination.place,),
     )
 
 
@@ -214,7 +216,7 @@ def _json(document: Any) -> bytes:
 
 def memory_of(cut: Cut, itemsize: int, remote: bool) -> int:
     """Return the memory in bytes that the task of one file needs."""
-    whole = 2 * cut.most(itemsize) if remote else 0  # the collected pieces, and their concatenation
+    whole = min(cut.most(itemsize), HELD) if remote else 0  # what is collected before it is sent
     return whole + cut.memory(itemsize)
 
 
@@ -237,12 +239,10 @@ def _shard_shape(shape: Shape, chunk: Shape, itemsize: int, most: int) -> Shape:
     return tuple(shard)
 
 
-def _remote(url: str, storage_options: Mapping[str, Any] | None, options: WriteOptions) -> Remote:
-    if url.startswith("memory://") and not shares_memory(options["executor"]):
-        raise DestinationError(f"{url} is memory of this process, where other processes cannot write: use threads")
-    if url.endswith(".zip"):
-        raise DestinationError(f"{url}: a zip file is written to a local path only: write it there and upload it")
-    return Remote(Bucket(url.rstrip("/"), dict(storage_options or {})), options["overwrite"])
+def _remote(place: Uploads, tensors: Sequence[LazyArray], options: WriteOptions) -> Remote:
+    if place.name.endswith(".zip"):
+        return Remote(place.beside, tensors, options["overwrite"], one=place.name, packed=True)
+    return Remote(place, tensors, options["overwrite"], other=Kind("zarr hierarchy", ("zarr.json",)))
 
 
 def _local(place: Path, tensors: Sequence[LazyArray], overwrite: bool) -> Destination:
@@ -260,5 +260,4 @@ WRITER = Writer(
     endings=(".zarr", ".zarr.zip"),
     options=frozenset({"dtype", "stored", "codec"}),
     refused={"mesh": NO_RANKS},
-    urls=True,
 )

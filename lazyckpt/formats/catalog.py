@@ -2,8 +2,10 @@
 
 Names: `checkpoint-N` (transformers/trainer.py), `checkpoint_N` (accelerate/accelerator.py `save_state`), `step-N`
 (torchtitan/components/checkpoint.py `_create_checkpoint_id`), `epoch_N` and `dist_epoch_N` (torchtune's checkpointers),
-`epoch=N-step=M.ckpt` (lightning/pytorch/callbacks/model_checkpoint.py), and files of scripts (`ckpt_10.pt`,
-`model_step_100.safetensors`). The readers of DeepSpeed and Megatron resolve tags themselves.
+`N` beside ``latest.txt`` (nanotron/trainer.py `save_checkpoint`), `epoch=N-step=M.ckpt`
+(lightning/pytorch/callbacks/model_checkpoint.py), and files of scripts (`ckpt_10.pt`, `model_step_100.safetensors`),
+and steps of Orbax, which are any numbers (orbax/steps.py). The readers of DeepSpeed and Megatron resolve tags
+themselves.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from ..core.names import natural
 from ..errors import FormatError, LazyckptError, MissingFileError, Problem, only_one, some
 from ..io.storage.base import Entry, Store
 from .megatron.files import TRACKER, tracked
+from .orbax.steps import COMMITTED, is_step_name, is_temporary, steps, temporary
 from .reader import Reader, Source
 from .registry import checkpoints_in, is_checkpoint_file, only_checkpoint, recognising
+from .shared.announce import announce_folders, listing, looking_ahead
 from .zarr.tree import ROOTS
 
 # A word and its number.
@@ -40,7 +44,8 @@ _OTHER = re.compile(
     re.IGNORECASE,
 )
 # Files that trainers write last. A folder that lacks one while other folders have it is an unfinished save.
-LAST = ("trainer_state.json", "random_states_0.pkl")
+LAST = ("trainer_state.json", "random_states_0.pkl", "checkpoint_metadata.json", ".metadata.json", COMMITTED)
+_LATEST = "latest.txt"  # beside it, nanotron's folders are named by their step alone
 
 
 class Save(NamedTuple):
@@ -71,7 +76,7 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
         return source, read(source)
     if source.tag is not None:
         return _tagged(source, source.tag, read)
-    saves = _saves(source.entries)
+    saves = _saves(source.entries) or _numbered(source)
     known = recognising(source) if saves else None
     if saves and (known is None or known.name == "zarr-arrays"):  # zarr-arrays recognises folders of any hierarchies
         return _newest(source, _ordered(source, saves), read)
@@ -93,7 +98,8 @@ def _tagged(source: Source, tag: str, read: Callable[[Source], Index]) -> tuple[
     if entry is not None:
         sub = _sub(source, tag, entry.is_dir)
         return sub, read(sub)
-    names = sorted((save.name for save in _saves(source.entries)), key=natural, reverse=True)
+    saves = _saves(source.entries) or _numbered(source)
+    names = sorted((save.name for save in saves), key=natural, reverse=True)
     if not names and reader is not None:
         raise MissingFileError(
             f"{source.where} is one checkpoint ({reader.name}), there is no {tag!r} in it: open it without tag="
@@ -123,7 +129,7 @@ def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) 
             notes[name] = Problem("skipped-checkpoint", f"{name} cannot be read: {e}", name)
             continue
         at = names.index(name)
-        newer = [notes[n] for n in names[:at] if n in notes]
+        newer = [notes[n] for n in names[:at] if n in notes] + temporary(source.entries, saves[at].counts)
         problems = [Problem(note.code, f"{note}; {name} is read", note.path) for note in newer]
         same = (saves[at].counts, saves[at].version)
         twins = [save.name for save in saves if save.name != name and (save.counts, save.version) == same]
@@ -137,13 +143,27 @@ def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) 
 
 def _saves(entries: Mapping[str, Entry]) -> list[Save]:
     """Return the checkpoints that are named by their step, epoch or number."""
-    return [save for name, entry in entries.items() if (save := _save(name, entry))]
+    saves = [save for name, entry in entries.items() if (save := _save(name, entry))]
+    if not saves and _LATEST in entries:
+        steps = [(name, entry) for name, entry in entries.items() if entry.is_dir and _NUMBER.fullmatch(name)]
+        saves = [Save(name, ("", ""), {"step": int(name)}, -1, entry.info.mtime_ns) for name, entry in steps]
+    return saves
+
+
+def _numbered(source: Source) -> list[Save]:
+    """Return the steps of Orbax whose names are numbers, perhaps with a prefix of the user's."""
+    if any(root in source.entries for root in ROOTS):  # numbers are chunks there
+        return []
+    return [
+        Save(name, ("", ""), {"step": step}, -1, source.entries[name].info.mtime_ns)
+        for name, step in steps(source).items()
+    ]
 
 
 def _save(name: str, entry: Entry) -> Save | None:
     if not entry.is_dir and not is_checkpoint_file(name):
         return None
-    if _OTHER.search(name) or name.startswith("."):
+    if _OTHER.search(name) or name.startswith(".") or is_temporary(name):
         return None
     stem = name if entry.is_dir and not name.endswith(".ckpt") else _ENDING.sub("", name)
     version = _VERSION.search(stem)
@@ -179,6 +199,7 @@ def _rest(save: Save) -> list[int]:
 
 def _finished(source: Source, names: list[str]) -> tuple[list[str], dict[str, str]]:
     """Split checkpoints into finished ones and unfinished ones, the latter with the file that they lack."""
+    source.list_all(name for name in names if source.entries[name].is_dir)
     listed = {name: source.inside(name) for name in names if source.entries[name].is_dir}
     lacking: dict[str, str] = {}
     for last in LAST:
@@ -191,7 +212,7 @@ def _find(store: Store, tag: str) -> Entry | None:
     """Return the entry of the folder or file that a tag names in the store; the tag may be a path (``runs/step-5``)."""
     folder, entry = "", None
     for part in tag.split("/"):
-        entry = store.list(folder).get(part) if part not in ("", ".", "..") and "\\" not in part else None
+        entry = listing(store, folder).get(part) if part not in ("", ".", "..") and "\\" not in part else None
         if entry is None:
             return None
         folder = f"{folder}/{part}" if folder else part
@@ -200,7 +221,8 @@ def _find(store: Store, tag: str) -> Entry | None:
 
 def _sub(source: Source, name: str, is_dir: bool) -> Source:
     if is_dir:
-        return Source(source.store.below(name), rules=source.rules)
+        known = {"": source.inside(name)} if name in source.folders else None
+        return Source(source.store.below(name), rules=source.rules, listings=known)
     return Source(source.store, name, rules=source.rules)
 
 
@@ -221,7 +243,7 @@ _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", _ZIP)
 _SHARD = re.compile(r".*\d-of-\d.*")
 # files in the folder of one checkpoint; a folder of several checkpoints does not have them
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-_HIDDEN = re.compile(r"\..*|tmp-.*|.*[._](?:tmp|part|incomplete)")
+_HIDDEN = re.compile(r"\..*|tmp-.*|.*[._](?:tmp|part|incomplete)|.*\.orbax-checkpoint-tmp.*")
 _SIDE = re.compile(r"optim|sched|(?<![a-z])rng|random_state|scaler|training_args", re.IGNORECASE)
 _SERIES = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|(?:dist_)?epoch|model)[-_=]?\d", re.IGNORECASE)
 _NAMED = re.compile(r"best|last|latest|final|release", re.IGNORECASE)
@@ -230,6 +252,11 @@ _DEEP = 3  # maximum number of folders between the run's folder and a checkpoint
 # keys under which writers store the step, the most reliable first
 _TOLD = ("global_steps", "global_step", "iteration", "step", "iter_num", "steps")
 _WITHIN = ("trainer_state", "train_state")
+
+
+def is_step_folder(name: str) -> bool:
+    """Return whether a folder's name is that of a checkpoint of a run."""
+    return _FOLDER.fullmatch(name) is not None
 
 
 class Found(NamedTuple):
@@ -252,7 +279,8 @@ class Found(NamedTuple):
 
 def find(store: Store) -> list[Found]:
     """Find the checkpoints in a folder and its subfolders by names and first bytes."""
-    return list(_find_steps(store, "", (store.list(),)))
+    with looking_ahead(store) as store:
+        return list(_find_steps(store, "", (listing(store),)))
 
 
 def recorded_step(meta: Mapping[str, Any]) -> int | None:
@@ -278,9 +306,15 @@ def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
     for f in found:
         if f.is_dir and f.numbered and f.name:
             series.setdefault(f.name.rpartition("/")[0], []).append(f.name)
+    with looking_ahead(store) as store:
+        announce_folders(store, (name for names in series.values() for name in names))
+        return _unfinished(store, series)
+
+
+def _unfinished(store: Store, series: Mapping[str, list[str]]) -> dict[str, str]:
     lines: dict[str, str] = {}
     for folder, names in series.items():
-        listed = {name: store.list(name) for name in names}
+        listed = {name: listing(store, name) for name in names}
         for last in LAST:
             if any(last in inside for inside in listed.values()):
                 lines |= {n: f"others beside it have {last}" for n, inside in listed.items() if last not in inside}
@@ -321,14 +355,18 @@ def _find_steps(store: Store, folder: str, listings: tuple[Mapping[str, Entry], 
 
 def _inside(store: Store, path: str, name: str, above: tuple[Mapping[str, Entry], ...]) -> Iterator[Found]:
     """Yield the checkpoints of a folder that may be a checkpoint or contain checkpoints."""
-    entries = store.list(path)
+    entries = listing(store, path)
     if entries in above:  # a link to a parent folder
         return
     if any(e.is_dir and _FOLDER.fullmatch(n) for n, e in entries.items()):
         yield from _find_steps(store, path, (*above, entries))
         return
-    if _recognised(Source(store.below(path))) is not None:
-        yield _found(path, name, True)
+    reader = _recognised(Source(store.below(path), listings={"": entries}))
+    if reader is not None:
+        found = _found(path, name, True)
+        if reader.name == "orbax" and is_step_name(name):
+            found = found._replace(sure=True, numbered=True)
+        yield found
         return
     # folders of all kinds lie beside checkpoints, so deeper down only unambiguous names count
     yield from (f for f in _find_steps(store, path, (*above, entries)) if f.sure)

@@ -15,9 +15,10 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..core.extents import ExtentSpecs
-from ..core.index import FileInfo, Gathered, Index, Specs, TensorSpec, some_of
+from ..core.columns import ExtentSpecs
+from ..core.index import FileInfo, Index
 from ..core.names import natural
+from ..core.specs import Gathered, Specs, TensorSpec, some_of
 from ..errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
 from ..io.containers.pickle.plain import Plain
 from ..io.containers.safetensors import is_safetensors, read_safetensors
@@ -26,7 +27,9 @@ from ..io.limits import LEVELS, check_levels
 from ..io.storage.base import Store
 from ..layouts.tables import pattern
 from .reader import Reader, Source
+from .shared.announce import announce, listing
 from .shared.paths import inside
+from .slime import is_delta, read_version
 from .torch_save import specs_of, ties, warnings
 
 _MAX_JSON = 256 << 20  # maximum size of a JSON file, in bytes
@@ -95,8 +98,12 @@ def read(source: Source) -> Index:
     meta: dict[str, Any] = {}
     problems: list[Problem] = []
     weight_map: dict[str, str] | None = None
+    beside = listing(store)
+    announce(store, [n for n in (index_path, *_JSON) if n in beside and n.endswith(".json")])
     if index_path.endswith(".json"):
         table = load_json(store, index_path)
+        if is_delta(table):
+            return read_version(source, index_path, table)
         weight_map = _weight_map(f"{store.root}/{index_path}", table)
         meta["index"] = table.get("metadata", {})
         paths = sorted(set(weight_map.values()), key=natural)  # shards follow the order of the state dict
@@ -120,12 +127,12 @@ def read(source: Source) -> Index:
             f"{source.where}: {name!r} is in {path} and another file, and no index says which is "
             "meant: open one of the files"
         )
-    listed: dict[str, list[str]] = {}
+    lost_in: dict[str, list[str]] = {}
     for name, path in (weight_map or {}).items() if broken else ():
         if path in broken:
-            listed.setdefault(path, []).append(name)
+            lost_in.setdefault(path, []).append(name)
     for path, error in islice(broken.items(), _BROKEN):
-        lost = listed.get(path, [])
+        lost = lost_in.get(path, [])
         problems.append(cannot_read(path, error, f", nor its {len(lost):,} tensors ({some(lost)})"))
     if len(broken) > _BROKEN:
         more = list(broken)[_BROKEN:]
@@ -162,9 +169,10 @@ def read(source: Source) -> Index:
 def configs(store: Store, problems: list[Problem]) -> dict[str, Any]:
     """Read the JSON files beside the weights: name without ".json" -> object."""
     found: dict[str, Any] = {}
-    listed = store.list()
+    beside = listing(store)
+    announce(store, [name for name in _JSON if name in beside])
     for name in _JSON:
-        if name in listed:
+        if name in beside:
             try:
                 found[name.removesuffix(".json")] = load_json(store, name)
             except LazyckptError as e:  # the weights can be read without it
@@ -175,6 +183,7 @@ def configs(store: Store, problems: list[Problem]) -> dict[str, Any]:
 def _shards(store: Store, paths: list[str]) -> tuple[dict[str, Shard], dict[str, LazyckptError]]:
     shards: dict[str, Shard] = {}
     broken: dict[str, LazyckptError] = {}
+    announce(store, paths)
     for path in paths:
         try:
             shards[path] = read_shard(store, path)

@@ -11,11 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from ..core.index import Index
-from ..errors import LazyckptError, Problem
-from ..io.storage.base import Entry, Listing, Store, present
-from ..io.storage.fsspec import is_url, split_url
-from ..io.storage.local import split
+from ..errors import LazyckptError, MissingFileError, Problem
+from ..io.storage.access import present
+from ..io.storage.base import Entry, Listing, Store
+from ..io.storage.cache import configured
+from ..io.storage.mounts import mode_of
+from ..io.storage.urls import is_url
 from ..io.system import after_fork
+from .archives import locate
 from .cache.folder import enabled
 from .cache.opening import Cached
 from .cache.state import folders_of, is_large, rules_text
@@ -23,6 +26,7 @@ from .catalog import read_one
 from .reader import Source
 from .registry import read_index, recognising
 from .shared.wrappers import without_wrappers
+from .zarr.documents import JOB
 
 # -- The process's cache of indexes, valid as long as the files do not change.
 
@@ -48,6 +52,8 @@ def cached_index(source: Source, format: str | None) -> Index:
     if listable:
         source.listed("")  # before reading, so that later changes invalidate the entry
     index = index_of(source, format)
+    if index.listed is not None:  # which chunks there are is looked up each time
+        return index
     folders = {posixpath.dirname(path) for path in index.pins} | {""} if listable else set()
     kept: Cached | None = source.known[_ENTRY]
     if kept is not None:
@@ -142,23 +148,31 @@ def opened(
     format: str | None,
     tag: str | None = None,
     rules: Mapping[str, Any] | None = None,
-    cache: bool = True,
+    cache: bool | str | os.PathLike[str] = True,
     storage_options: Mapping[str, Any] | None = None,
+    io: str = "auto",
+    unfinished: bool = False,
 ) -> tuple[Store, Index]:
     """Return the store and the index for `lazyckpt.open`; for a run's folder, those of the newest complete checkpoint
-    or of ``tag``."""
+    or of ``tag``. ``unfinished``: also those of an export to a bucket that is not finished."""
     if not (tag is None or isinstance(tag, str)):
         raise TypeError(f"tag={tag!r}: the name of a checkpoint is due, a text such as 'checkpoint-500'")
     if not (rules is None or (isinstance(rules, Mapping) and all(isinstance(glob, str) for glob in rules))):
         raise TypeError("rules: a table of globs and merge rules is needed")
-    store: Store
     url = os.fsdecode(path)
-    store, name = split_url(url, storage_options) if is_url(url) else split(url)
+    mode_of(io)  # refuse a wrong mode also for a URL, where it has no effect
+    blocks = configured(cache) if is_url(url) or isinstance(cache, str) else None
+    store, name = locate(url, storage_options, io, lambda: blocks)
 
     def read(source: Source) -> Index:
         return cached_index(source, format) if cache else index_of(source, format)
 
     source = Source(store, name, tag, rules)
+    if is_url(url) and not name and not unfinished and store.listable and JOB in source.entries:
+        raise MissingFileError(
+            f"{source.where}: an export is being written there, or was interrupted. Run the same export again: it goes "
+            "on where it stopped. (Or it is being removed by `lazyckpt prune`: run that again.)"
+        )
     # of a large checkpoint, also finding out what to read takes long
     known = recalled(source, format) if cache and enabled() and is_large(source) else None
     source, index = read_one(source, read) if known is None else (source, known)
@@ -170,7 +184,7 @@ def opened(
             "by one of the same size, the new numbers are read without an error"
         )
         index = replace(index, problems=(*index.problems, Problem("unpinned-file", line, unknown[0])))
-    source.store.pin(index.pins)
+    source.store.pin(index.pins if index.listed is None else index.listed)
     if index.guards:
         source.store.guards = dict(index.guards)
     return source.store, index

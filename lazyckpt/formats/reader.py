@@ -6,13 +6,13 @@ tried after the built-in readers, and can be selected by name (``open(path, form
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from ..core.index import Index
 from ..io.storage.base import Entry, Store
+from .shared.announce import announce_folders, listing
 
 GROUP = "lazyckpt.readers"
 
@@ -50,7 +50,14 @@ class Source:
         self._rules = rules or {}
         self.asked_for_rules = False
         self.known: dict[Any, Any] = {}
+        self._size: int | None = None
+        self._head: bytes | None = None
         self._listings = {} if listings is None else listings
+        if isinstance(store, Store):
+            if not store.pins:
+                store.look_ahead()
+            if store.ahead is not None:
+                store.ahead.know(self._listings)
 
     @property
     def rules(self) -> Mapping[str, Any]:
@@ -65,8 +72,12 @@ class Source:
     def listed(self, folder: str) -> Mapping[str, Entry]:
         """Return the listing of a folder of the store, "" for the store's own. Each folder is listed once."""
         if folder not in self._listings:
-            self._listings[folder] = self.store.list(folder)
+            self._listings[folder] = listing(self.store, folder)
         return self._listings[folder]
+
+    def list_all(self, folders: Iterable[str]) -> None:
+        """List several folders, concurrently if they are behind a network."""
+        announce_folders(self.store, folders)
 
     @property
     def folders(self) -> Collection[str]:
@@ -82,20 +93,27 @@ class Source:
         """The path as the user knows it, for messages."""
         return f"{self.store.root}/{self.path}" if self.path else self.store.root
 
-    @cached_property
+    @property
     def entries(self) -> Mapping[str, Entry]:
         """The listing of the folder: name -> entry; empty if the source is a file."""
         return {} if self.path else self.listed("")
 
-    @cached_property
+    # not functools.cached_property: in Python 3.11, one thread at a time computes it, of all sources
+
+    @property
     def size(self) -> int:
         """Size of the file in bytes; 0 if the source is a folder."""
-        return self.store.stat(self.path).size if self.path else 0
+        if self._size is None:
+            self._size = self.store.stat(self.path).size if self.path else 0
+        return self._size
 
-    @cached_property
+    @property
     def head(self) -> bytes:
         """The first 512 bytes of the file; empty if the source is a folder."""
-        return bytes(self.store.read(self.path, 0, min(512, self.size))) if self.path and self.size else b""
+        if self._head is None:
+            length = min(512, self.size)
+            self._head = bytes(self.store.read(self.path, 0, length)) if length else b""
+        return self._head
 
 
 @dataclass(frozen=True, slots=True)

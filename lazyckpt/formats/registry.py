@@ -5,28 +5,35 @@ All built-in readers are listed here; the module of a reader is imported when th
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from ..core.index import Index
 from ..core.names import matcher, natural
 from ..errors import FormatError, LazyckptError, Problem, decoding, some
 from ..io.memory import many_objects
-from ..io.storage.fsspec import RemoteStore
-from ..io.storage.local import LocalStore
+from ..io.storage.base import Store
 from .reader import GROUP, Reader, Source
 
 # Module in this package, name of its Reader, and whether it also reads single files. Readers are tried in this order:
 # a trainer's folder may contain files that other readers also recognise, so the more specific reader comes first.
 _BUILTIN = (
     ("zarr.reader", "READER", True),  # no other format has its metadata documents
+    ("orbax.reader", "READER", False),
     ("deepspeed.reader", "READER", False),
     ("megatron.reader", "READER", False),
     ("megatron.dist", "READER", False),
+    ("megatron.fsdp", "READER", False),
+    ("nanotron.reader", "READER", False),
+    ("torchsnapshot", "READER", False),
+    ("trainers.olmo", "READER", False),
     ("trainers.lightning", "READER", False),
     ("trainers.sharding", "READER", False),
     ("trainers.torchtune", "READER", False),
@@ -36,16 +43,22 @@ _BUILTIN = (
     ("trainers.folder", "READER", False),
     ("dcp.reader", "READER", True),
     ("dcp.hub", "READER", False),
+    ("skyrl", "READER", False),
     ("huggingface", "READER", True),
+    ("gguf", "READER", True),
     ("safetensors", "READER", True),
+    ("numpy_files", "READER", True),
+    ("hdf5", "READER", True),
+    ("flax", "READER", True),
+    ("tensorflow", "READER", True),
     ("torch_save", "READER", True),
     ("zarr.reader", "FOLDER", False),
 )
-_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors")
+_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf")
 _FOLDERS = ("checkpoint-", "global_step", "step")  # prefixes of the names of checkpoints in a run's folder
 _LOOKED = 32  # maximum number of subfolders that are examined
 _BELOW = 100  # maximum number of folders in them; a link to "." would otherwise be followed again and again
-HEADERS, REMOTE_HEADERS = 1200, 64  # zip headers that are read when a checkpoint is opened; the others are deferred
+HEADERS = 1200  # zip headers that are read when a checkpoint on a disk is opened; the others are deferred
 _LISTED = 5  # maximum number of names in a message
 _RUN = "run"
 
@@ -144,11 +157,13 @@ def _read(reader: Reader, source: Source) -> Index:
 def _deferring(reader: Reader, source: Source) -> Index:
     """Index a source with a reader. Zip headers beyond a limit are checked later, when their tensors are read."""
     store = source.store
-    if not isinstance(store, LocalStore | RemoteStore):
+    if not isinstance(store, Store):
         return reader.read(source)
-    store.reads_of_headers, store.guards = REMOTE_HEADERS if store.gap else HEADERS, {}
+    store.reads_of_headers, store.guards = HEADERS, {}
     try:
         index = reader.read(source)
+        for path, guard in store.guards.items():
+            guard.settle(store, path)
     finally:
         store.reads_of_headers = None
     return replace(index, guards=dict(store.guards)) if store.guards else index
@@ -171,12 +186,29 @@ def _with_unused(index: Index, rules: Mapping[str, Any]) -> Index:
 
 def _installed() -> tuple[Reader, ...]:
     found = []
-    for point in entry_points(group=GROUP):
+    for point in _points():
         try:
             found.append(point.load())
         except Exception as e:
             raise FormatError(f"the plug-in reader {point.name!r} ({point.value}) cannot be imported: {e}") from e
     return tuple(found)
+
+
+def _points() -> tuple[EntryPoint, ...]:
+    """Return the entry points of other packages' readers. They are listed anew when the folders of packages change."""
+    return _listed(tuple((folder, _modified(folder or ".")) for folder in sys.path), tuple(map(id, sys.meta_path)))
+
+
+@lru_cache(maxsize=1)
+def _listed(_folders: object, _finders: object) -> tuple[EntryPoint, ...]:
+    return tuple(entry_points(group=GROUP))  # takes milliseconds, and a folder may have many that no reader recognises
+
+
+def _modified(folder: str) -> int | None:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except OSError:
+        return None
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -208,12 +240,14 @@ def _folders(source: Source) -> dict[str, str]:
     If there are many subfolders, only the first ones are examined."""
     found: dict[str, str] = {}
     below = 0
-    for name in sorted((n for n, e in source.entries.items() if e.is_dir), key=natural)[:_LOOKED]:
+    names = sorted((n for n, e in source.entries.items() if e.is_dir), key=natural)[:_LOOKED]
+    source.list_all(names)
+    for name in names:
         if below > _BELOW:
             break
         found[name] = ""
         with suppress(LazyckptError, OSError):  # an unreadable folder is not suggested to the user
-            sub = Source(source.store.below(name))
+            sub = Source(source.store.below(name), listings={"": source.inside(name)})
             if sub.entries == source.entries:  # a link to the folder itself
                 continue
             below += sum(entry.is_dir for entry in sub.entries.values())

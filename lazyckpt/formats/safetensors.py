@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.extents import ExtentSpecs
+from ..core.columns import ExtentSpecs
 from ..core.index import Index
 from ..io.containers.safetensors import is_safetensors, read_safetensors
 from ..io.containers.torch_file import is_torch_file

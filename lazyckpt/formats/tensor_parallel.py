@@ -15,8 +15,11 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from ..core.index import FileInfo, Hole, Index, Mesh, Rank, TensorSpec
+from ..core.extents import Hole
+from ..core.index import FileInfo, Index
 from ..core.names import natural
+from ..core.placement import Mesh, Rank
+from ..core.specs import TensorSpec
 from ..errors import LazyckptError, Problem, cannot_read, only_one, some
 from ..io.limits import check_ranks
 from ..io.storage.base import Store
@@ -26,6 +29,7 @@ from ..layouts.merge import Source as RuleSource
 from ..layouts.merge import decide, user_rules
 from .huggingface import load_json, read_shard
 from .reader import Reader, Source
+from .shared.announce import announce
 from .shared.members import together
 from .shared.paths import grouped
 from .shared.rank_shards import Merging, Shard, missing
@@ -86,6 +90,7 @@ def _merged(format: str, store: Store, paths: Sequence[str], sources: Sequence[R
     ranks: list[Index | None] = []
     problems: list[Problem] = []
     errors: list[LazyckptError] = []
+    announce(store, paths)
     for path in paths:
         try:
             ranks.append(_of_rank(store, path))

@@ -9,9 +9,10 @@ from math import prod
 from typing import Any, Self
 
 from ..core.box import Shape, hull
+from ..core.columns import ExtentSpecs
 from ..core.dtypes import DType
-from ..core.extents import ExtentSpecs
-from ..core.index import Index, Specs, TensorSpec, some_of, whole
+from ..core.index import Index
+from ..core.specs import Specs, TensorSpec, some_of, whole
 from ..errors import Problem
 from ..io.containers.pickle.audit import dangers
 from ..io.containers.pickle.plain import Path, Plain, TensorRef
@@ -20,6 +21,7 @@ from ..io.containers.torch_file import Pickles, TorchFile, is_torch_file, read_t
 from ..io.containers.zip_directory import Record, sizes_of
 from ..io.storage.base import Store
 from .reader import Reader, Source
+from .shared.announce import announce, looking_ahead
 from .shared.members import Member, together
 from .shared.paths import paths, put
 
@@ -259,9 +261,11 @@ def _read_stored(store: Store, names: Mapping[str, str], indexed: Mapping[str, T
     """Read the tensors of files; ``names`` maps each path to the prefix of the names of its tensors."""
     specs: dict[str, TensorSpec] = {}
     pickles = Pickles()
-    for path, name in names.items():
-        file = indexed.get(path) or read_torch_file(store, path, pickles)
-        specs |= specs_of(file, Plain(file.root, path, file.pickle_size), f"{name}/")
+    with looking_ahead(store) as store:
+        announce(store, [path for path in names if path not in indexed])
+        for path, name in names.items():
+            file = indexed.get(path) or read_torch_file(store, path, pickles)
+            specs |= specs_of(file, Plain(file.root, path, file.pickle_size), f"{name}/")
     return specs
 
 

@@ -21,9 +21,9 @@ from ..io.memory import many_objects
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, Run
 from ..jobs.passing import parts_of
+from ..jobs.pieces import contents
 from ..jobs.places import PIECE
 from ..jobs.progress import Bar
-from ..jobs.write import contents
 from ..lazy import LazyArray, shape_of
 from ..namespace import Namespace
 from . import small
@@ -171,7 +171,7 @@ class _State:
                 self._add(n, known)
                 if n not in self._open:
                     continue
-            elif whole.nbytes <= min(small.SMALL, merkle.RUN) and t._selection is None and t.spec.combine == "first":
+            elif whole.nbytes <= min(small.SMALL, merkle.RUN) and t._selection is None and t.spec.expr is None:
                 now = id(t.store), t.spec.dtype
                 if some and (now != kind or size >= PIECE):
                     yield self._together(some, size)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import FormatError, MissingFileError
-from ..io.storage.fsspec import is_url
+from ..io.storage.urls import is_url
 from ..jobs.batching import Task
 from ..jobs.executor import runner
 from ..jobs.progress import Bar

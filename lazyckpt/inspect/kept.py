@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LazyckptError
-from ..io.storage.fsspec import is_url
+from ..io.storage.urls import is_url
 from ..namespace import Namespace
 from .manifest import MANIFEST, Digest, beside, files_mark
 

@@ -189,6 +189,13 @@ _TODO = {
     "replaced-tensor": "Nothing to do: what is read is right.",
     "unsupported-tensor": "Convert it where it was made.",
     "nested-tensor": "Read these.",
+    "undecided-quantization": "Pass the model's config.json as config= to dequantize.",
+    "contradicting-quantization": "Find out which is right; pass a corrected config= to dequantize.",
+    "assumed-quantization": "Pass the model's config.json as config= to dequantize.",
+    "left-out-scale": "Nothing to do; they are in view.stored.",
+    "not-quantized": "Nothing to do, or choose another form.",
+    "undecided-update": "Pass the option that the message names.",
+    "assumed-update": "Pass lr=, gradients= or weight_decay= if you know them.",
     "unused-rule": "Compare its pattern with the names in the view.",
     "not-renamed": "Give rename a table of your own.",
     "unlike-values": "Do not load them into such a model.",
@@ -208,7 +215,7 @@ _OF_FILES = {
 _NOTES = {
     "ignored-file", "misnamed-file", "unpinned-file", "part-of-checkpoint", "other-checkpoint", "missing-optimizer",
     "assumed-tie", "assumed-stage", "replaced-tensor", "nested-tensor", "unused-rule", "not-renamed", "noted-at-export",
-    "reader-note", "flat-parameter",
+    "reader-note", "flat-parameter", "left-out-scale", "not-quantized", "assumed-update",
 }  # fmt: skip
 
 

@@ -21,15 +21,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.extents import ExtentSpecs
+from ..core.columns import ExtentSpecs
 from ..core.merkle import SIZE, Form, hash_of
 from ..core.names import Same
 from ..errors import LazyckptError
-from ..io.storage.base import Store, narrow
+from ..io.storage.access import narrow
+from ..io.storage.base import Store
 from ..io.storage.local import LocalStore
 from ..io.system import POSIX
 from ..io.tensors import as_bytes
-from ..jobs.write import scratch
+from ..jobs.pieces import scratch
 from ..namespace import Namespace
 
 SMALL = 64 << 10  # tensors of up to this many bytes are read together

@@ -20,9 +20,10 @@ import torch
 from ..errors import DataError, LazyckptError
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, Run, runner
+from ..jobs.pieces import scratch
 from ..jobs.places import PIECE
 from ..jobs.progress import Bar
-from ..jobs.write import RUN, scratch
+from ..jobs.write import RUN
 from ..lazy import LazyArray
 from .moments import (
     BLOCK,

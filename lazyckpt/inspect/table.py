@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from html import escape
-from typing import Any, overload
+from typing import Any
 
 from ..core.dtypes import FROM_NAME
 from ..core.names import shortened
-from ..errors import TensorNotFoundError, and_more
+from ..errors import and_more
 from ..lazy import LazyArray
 from .moments import Moments, merged
+from .rows import Rows, aligned, printed
 
-_ROWS = 40  # rows that a repr prints
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -123,7 +121,7 @@ class Stats:
 
     def __repr__(self) -> str:
         kind = f" {_short(self.dtype)}" if self.dtype else ""
-        head = f"{_name(self.name)}:{kind} {list(self.shape)}, {self.count:,} elements"
+        head = f"{printed(self.name)}:{kind} {list(self.shape)}, {self.count:,} elements"
         if self.error is not None:
             return f"{head}\n  cannot be read: {self.error}"
         lines = [
@@ -178,7 +176,7 @@ def _filled(
     )
 
 
-class Table(Sequence[Stats]):
+class Table(Rows[Stats]):
     """The statistics of several tensors: a sequence of `Stats`.
 
     ``table[0]`` and ``table["name"]`` are rows, ``table[1:]`` is a table; an unknown name raises TensorNotFoundError (a
@@ -190,37 +188,7 @@ class Table(Sequence[Stats]):
         The rows.
     """
 
-    __slots__ = ("_rows",)
-
-    def __init__(self, rows: Iterable[Stats]) -> None:
-        self._rows = tuple(rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[Stats]:
-        return iter(self._rows)
-
-    @overload
-    def __getitem__(self, key: int | str) -> Stats: ...
-    @overload
-    def __getitem__(self, key: slice) -> Table: ...
-    def __getitem__(self, key: int | str | slice) -> Stats | Table:
-        if isinstance(key, str):
-            for one in self._rows:
-                if one.name == key:
-                    return one
-            raise TensorNotFoundError(f"there is no row {key!r} among {len(self):,}")
-        return Table(self._rows[key]) if isinstance(key, slice) else self._rows[key]
-
-    def __eq__(self, other: object) -> bool:
-        return self._rows == other._rows if isinstance(other, Table) else NotImplemented
-
-    def __hash__(self) -> int:
-        return hash(self._rows)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Table, (self._rows,)
+    __slots__ = ()
 
     @property
     def total(self) -> Stats:
@@ -236,16 +204,6 @@ class Table(Sequence[Stats]):
         bad = len(self) - len(good)
         error = f"{bad:,} of {len(self):,} tensors could not be read" if bad else None
         return _filled("total", "", (m.count,), m.count, m, histogram, error)
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Return the rows as plain objects (`Stats.as_dict`)."""
-        return [one.as_dict() for one in self._rows]
-
-    def __str__(self) -> str:
-        return self._text(None)
-
-    def __repr__(self) -> str:
-        return self._text(_ROWS)
 
     def lines(self, limit: int | None = None) -> list[tuple[str, ...]]:
         """Return header, rows and total as text, padded to columns, without ``absmax`` and ``l1``.
@@ -265,39 +223,34 @@ class Table(Sequence[Stats]):
         shown = [_cells(one, drawn) for one in self._rows]
         if limit is not None and len(shown) > limit:
             half = limit // 2
-            shown[half:-half] = [(and_more(len(shown) - 2 * half), "", "", "")]
+            shown[half:-half] = [(and_more(len(shown) - 2 * half), "")]
         table = [(*_HEAD, "histogram") if drawn else _HEAD, *shown]
         if len(self) > 1:
             table.append(_cells(self.total, drawn))
-        full = [line for line in table if len(line) > 4]
-        widths = [max(len(line[c]) for line in (full if c > 2 else table)) for c in range(len(table[0]))]
-        return [
-            tuple(
-                cell if c == 3 and len(line) == 4 else cell.ljust(widths[c]) if c in _LEFT else cell.rjust(widths[c])
-                for c, cell in enumerate(line)
-            )
-            for line in table
-        ]
+        return aligned(table, _LEFT)
 
-    def _text(self, limit: int | None) -> str:
-        return "\n".join("  ".join(cells).rstrip() for cells in self.lines(limit))
+    def _inside(self, title: str, cell: str) -> str:
+        text = super()._inside(title, cell)
+        if title == "histogram":  # empty bins are spaces as wide as bars; HTML would collapse them
+            text = f"<code style='background:none;white-space:pre'>{text.replace(' ', '&nbsp;')}</code>"
+        return text
 
-    def _repr_html_(self) -> str:
-        head, *lines = self.lines(_ROWS)
-        titles = "".join(f"<th style='{_style(c, '')}'>{escape(cell.strip())}</th>" for c, cell in enumerate(head))
-        shown = "".join(f"<tr>{''.join(_html(c, line, len(head)) for c in range(len(line)))}</tr>" for line in lines)
-        table = f"<table><thead><tr>{titles}</tr></thead><tbody>{shown}</tbody></table>"
-        return f"<div class='tex2jax_ignore mathjax_ignore'>{table}</div>"  # so that "$" in names is not mathematics
+    def _style(self, title: str, cell: str) -> str:
+        side = f"text-align:{'left' if title in _LEFT else 'right'};white-space:pre;"
+        return side + ("color:#d33;font-weight:bold;" if is_odd(title, cell) else "")
 
 
 _HEAD = ("name", "dtype", "shape", "mean", "std", "min", "max", "L2 norm", "zeros", "NaN", "Inf")
-_HISTOGRAM = 11
-_LEFT = {0, 1, 2, _HISTOGRAM}
-ODD = (9, 10)  # the columns of NaN and Inf
+_LEFT = ("name", "dtype", "shape", "histogram")
+
+
+def is_odd(title: str, cell: str) -> bool:
+    """Return whether a cell of a table says that a tensor has NaN or infinite elements."""
+    return title.strip() in ("NaN", "Inf") and cell.strip() not in ("", "0")
 
 
 def _cells(one: Stats, drawn: bool) -> tuple[str, ...]:
-    kind = (_name(one.name), _short(one.dtype), shortened(str(list(one.shape))) if one.dtype else "")
+    kind = (printed(one.name), _short(one.dtype), shortened(str(list(one.shape))) if one.dtype else "")
     if one.mean is None:
         return (*kind, f"cannot be read: {one.error}")
     if one.error is not None:  # the total, if some tensors could not be read
@@ -308,32 +261,12 @@ def _cells(one: Stats, drawn: bool) -> tuple[str, ...]:
     return (*cells, str(one.histogram or "")) if drawn else cells
 
 
-def _html(c: int, line: tuple[str, ...], columns: int) -> str:
-    if c == 3 and len(line) == 4:
-        return f"<td colspan='{columns - 3}' style='text-align:left'>{escape(line[c])}</td>"
-    text = escape(line[c].strip())
-    if c == _HISTOGRAM:  # empty bins are spaces as wide as bars; HTML would collapse them
-        text = f"<code style='background:none;white-space:pre'>{text.replace(' ', '&nbsp;')}</code>"
-    return f"<td style='{_style(c, line[c])}'>{text}</td>"
-
-
-def _style(column: int, cell: str) -> str:
-    odd = column in ODD and cell.strip() not in ("", "0")
-    aligned = f"text-align:{'left' if column in _LEFT else 'right'};white-space:pre;"
-    return aligned + ("color:#d33;font-weight:bold;" if odd else "")
-
-
 def _number(x: float | None) -> str:
     return "" if x is None else f"{x:.4g}"
 
 
 def _plain(x: float | None) -> float:
     return math.nan if x is None else x
-
-
-def _name(name: str) -> str:
-    name = shortened(name)
-    return name if name.isprintable() else repr(name)
 
 
 def _short(dtype: str) -> str:

@@ -17,8 +17,10 @@ import numpy as np
 from ..core.box import Shape
 from ..core.chunking import chunk_shape
 from ..core.dtypes import DType, to_numpy, widened
-from ..core.index import TensorSpec
+from ..core.expr import leaves, structure
+from ..core.specs import TensorSpec
 from ..errors import DataError
+from ..io.storage.joined import stores_of
 from ..lazy import LazyArray
 
 LEAST, MOST = 8 << 20, 64 << 20  # bytes of a chunk: smaller chunks load the scheduler, larger ones need much memory
@@ -153,13 +155,15 @@ def token(tensor: LazyArray) -> str:
         A hash of the tensor's description and of the versions of its files.
     """
     spec, store, selection = tensor._held, tensor.store, tensor._sel
-    fragments = list(spec.fragments)
-    pins = [(path, store.pins.get(path)) for path in sorted({f.extent.path for f in fragments})]
     axes = [axis if isinstance(axis, range) else axis.tolist() for axis in selection.axes]
-    what = store.root, spec.name, spec.shape, spec.dtype, spec.combine, pins, axes, selection.dims
+    what = store.root, spec.name, spec.shape, spec.dtype, structure(spec), axes, selection.dims
     digest = blake2b(repr(what).encode(), digest_size=16)
-    for fragment in fragments:
-        digest.update(repr(fragment).encode())
+    stores = stores_of(store)
+    for one in leaves(spec):
+        fragments, pins = list(one.spec.fragments), stores[one.source].pins
+        digest.update(repr([(path, pins.get(path)) for path in sorted({f.extent.path for f in fragments})]).encode())
+        for fragment in fragments:
+            digest.update(repr(fragment).encode())
     return digest.hexdigest()
 
 

@@ -18,7 +18,7 @@ import xarray as xr
 from xarray.backends import BackendArray
 from xarray.core import indexing
 
-from ..core.index import Mesh
+from ..core.placement import Mesh
 from ..errors import DataError, Problem
 from ..formats.zarr.documents import dimension_names, groups_of, paths
 from ..lazy import LazyArray

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from ..core.index import Codec
+from ..core.extents import Codec
 from ..errors import CorruptError, DataError
 from .storage.base import Buffer
 
@@ -50,6 +50,20 @@ def unpack_zstd(data: bytes, where: str, limit: int, out: memoryview | None = No
     except (RuntimeError, MemoryError, ValueError) as e:
         raise CorruptError(f"{where}: its zstd frame cannot be unpacked ({e}): the file is damaged") from None
     return found if into is None else into
+
+
+def frame_size(head: bytes) -> int | None:
+    """Return how many bytes a zstd frame holds, from its first 18 bytes; None if it is no frame or does not say."""
+    try:
+        if _number(head, 0, 4) != _MAGIC:
+            return None
+        descriptor = _number(head, 4, 1)
+        single = bool(descriptor & 0x20)
+        at = 5 + (not single) + (0, 1, 2, 4)[descriptor & 3]
+        width = (int(single), 2, 4, 8)[descriptor >> 6]
+        return _number(head, at, width) + (256 if width == 2 else 0) if width else None
+    except IndexError:
+        return None
 
 
 def _most(data: bytes) -> tuple[int | None, bool]:
@@ -166,7 +180,10 @@ def _zlib(data: memoryview, config: Config, where: str, limit: int) -> bytes:
 
 
 def _deflate(data: memoryview, config: Config, where: str, limit: int) -> bytes:
-    return _stream(lambda: zlib.decompressobj(-15), data, where, limit)
+    found = _stream(lambda: zlib.decompressobj(-15), data, where, limit)
+    if "crc" in config and zlib.crc32(found) != config["crc"]:
+        raise CorruptError(f"{where}: {WRONG_CHECKSUM} of the zip's directory: the bytes were changed")
+    return found
 
 
 def _bz2(data: memoryview, config: Config, where: str, limit: int) -> bytes:
@@ -182,6 +199,37 @@ def _lzma(data: memoryview, config: Config, where: str, limit: int) -> bytes:
 
 def _zstd(data: memoryview, where: str, limit: int, out: memoryview | None) -> Buffer:
     return unpack_zstd(bytes(data), where, limit, out)
+
+
+def _lzf(data: memoryview, config: Config, where: str, limit: int) -> bytes:
+    """Unpack LibLZF, h5py's own filter (h5py/lzf/lzf/lzf_d.c)."""
+    packed, found, at = bytes(data), bytearray(), 0
+    while at < len(packed):
+        control = packed[at]
+        at += 1
+        if control < 32:  # literal bytes
+            found += packed[at : at + control + 1]
+            at += control + 1
+        else:  # a copy of earlier bytes
+            length = control >> 5
+            if length == 7:
+                length += packed[at]
+                at += 1
+            back = len(found) - ((control & 31) << 8) - packed[at] - 1
+            at += 1
+            if back < 0:
+                raise CorruptError(f"{where}: it refers to bytes before its start: damaged")
+            length += 2
+            if back + length <= len(found):
+                found += found[back : back + length]
+            else:
+                piece = found[back:]
+                found += (piece * (length // len(piece) + 1))[:length]
+        if len(found) > limit:
+            raise _too_large(where, limit, f"more than {limit:,}")
+    if at != len(packed):
+        raise CorruptError(f"{where}: the compressed data is truncated")
+    return bytes(found)
 
 
 def _blosc(data: memoryview, where: str, limit: int, out: memoryview | None) -> Any:
@@ -237,6 +285,7 @@ _UNPACK: dict[str, Callable[[memoryview, Config, str, int], Buffer]] = {
     "zip-deflate": _deflate,
     "bz2": _bz2,
     "lzma": _lzma,
+    "lzf": _lzf,
     "crc32c": _crc32c,
     "crc32": _crc32,
     "adler32": _adler32,

@@ -9,7 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ChangedFileError, MissingFileError
 from .system import after_fork
@@ -90,12 +94,118 @@ T = TypeVar("T")
 _INLINE = 4 << 20  # bytes; a smaller job finishes before threads have woken up
 _BATCH = 2 << 20  # bytes that a thread takes at a time, in the order of the file
 _THREADS = max(4, min(8, os.cpu_count() or 1))  # at least 4: they wait for disks; each may need some 20 MiB
+_WAITERS = 24  # these wait for servers, each with a buffer of some MiB
 _LOOKERS = 8  # these threads need almost no memory
+_WIDE = 64  # threads that wait for servers
+_FETCHED = 512 << 20  # bytes of runs that are joined to requests at once: for all threads, as large as requests get
 LOOK = 1.0  # seconds after which futures are looked at: nobody is told when a cluster cancels one
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _lookers: ThreadPoolExecutor | None = None
-_looking = threading.local()  # ``here``: whether this thread belongs to the pool of `each`
+_waiters: ThreadPoolExecutor | None = None
+_looking = threading.local()  # ``here``: whether this thread must not wait for the pool of `each`
+
+
+class _Fetching(Protocol):
+    """A store whose reads are requests to a server."""
+
+    @property
+    def width(self) -> int: ...
+    def requests(self, fetches: Sequence[Fetch]) -> Iterator[Task]: ...
+
+
+class Fetch:
+    """A task that reads runs of bytes of one file of a store behind a network, together with those of other tasks.
+
+    Parameters
+    ----------
+    store, path
+        The file.
+    offsets, lengths
+        Where the runs are in the file, in bytes.
+    at
+        Where each run goes to in the memory, in bytes.
+    memory
+        The memory, or the size in bytes of memory to allocate when the first bytes arrive.
+    done
+        Called with the memory when all runs have arrived.
+    """
+
+    __slots__ = ("_left", "_lock", "_memory", "_size", "at", "done", "lengths", "offsets", "path", "store")
+
+    def __init__(
+        self,
+        store: _Fetching,
+        path: str,
+        offsets: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        at: NDArray[np.int64],
+        memory: memoryview | int,
+        done: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        self.store, self.path = store, path
+        self.offsets, self.lengths, self.at = offsets, lengths, at
+        self._memory: memoryview | None = None if isinstance(memory, int) else memory
+        self._size = memory if isinstance(memory, int) else 0
+        self.done = done
+        self._left = 0
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all runs."""
+        return int(self.lengths.sum())
+
+    @classmethod
+    def of_run(cls, store: _Fetching, path: str, offset: int, memory: memoryview) -> Fetch:
+        """Return the task that fills ``memory`` from ``offset`` on."""
+        one = np.array([offset, len(memory), 0], np.int64)
+        return cls(store, path, one[:1], one[1:2], one[2:], memory)
+
+    def moved(self, store: _Fetching, path: str, by: int) -> Fetch:
+        """Return a task that does the same with the bytes of another file, ``by`` bytes further on."""
+        memory = self._size if self._memory is None else self._memory
+        return Fetch(store, path, self.offsets + by, self.lengths, self.at, memory, self.done)
+
+    def __call__(self) -> None:
+        for _, do in self.store.requests([self]):
+            do()
+
+    def begin(self, requests: int) -> None:
+        """Say how many requests read the runs. With none, the task is done."""
+        self._left = requests
+        if not requests:
+            self._left = 1
+            self.arrived()
+
+    def memory(self) -> memoryview:
+        """Return the memory; allocate it at the first call."""
+        with self._lock:
+            if self._memory is None:
+                self._memory = np.empty(self._size, np.uint8).data
+            return self._memory
+
+    def arrived(self) -> None:
+        """Say that a request is complete."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+        if self.done is not None:
+            memory, self._memory = self.memory(), None
+            self.done(memory)
+
+
+class Wait:
+    """A task that mostly waits for a server: many of them run at the same time."""
+
+    __slots__ = ("do",)
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self.do = do
+
+    def __call__(self) -> None:
+        self.do()
 
 
 def run(tasks: Iterable[Task]) -> None:
@@ -109,10 +219,16 @@ def run(tasks: Iterable[Task]) -> None:
 
 
 def run_here(tasks: Iterable[Task]) -> None:
-    """Run all tasks on the calling thread."""
-    with checked():
-        for _, do in tasks:
-            do()
+    """Run all tasks on the calling thread, except for requests to servers, which run at the same time."""
+    with checked() as batch:
+        fetches: list[Task] = []
+        for task in tasks:
+            if isinstance(task[1], Fetch):
+                fetches.append(task)
+            else:
+                task[1]()
+        if fetches:
+            Work(fetches, batch).wait()
 
 
 class Work:
@@ -137,9 +253,22 @@ class Work:
         self._running = 0  # threads that take batches
         self._futures: list[Future[None]] = []
         self._rest: list[Task] = []  # too little for a thread: for the caller
-        size, limit = 0, _INLINE
+        self._asking: deque[Task] = deque()  # requests that no thread has taken
+        self._fetches: list[Fetch] = []
+        self._threads = 0  # that make requests
+        size, limit, fetched = 0, _INLINE, 0
         try:
             for task in tasks:
+                if isinstance(task[1], Fetch):
+                    self._fetches.append(task[1])
+                    fetched += task[0]
+                    if fetched >= _FETCHED:
+                        self._ask()
+                        fetched = 0
+                    continue
+                if isinstance(task[1], Wait):
+                    self._send([task], _WIDE)
+                    continue
                 self._rest.append(task)
                 size += task[0]
                 if size >= limit and (self._futures or len(self._rest) > 1):
@@ -148,9 +277,46 @@ class Work:
             if self._rest and self._futures:  # in order, too: the end of a file is read last
                 self._put(self._rest)
                 self._rest = []
+            self._ask()
         except BaseException:
             self.cancel()
             raise
+
+    def _ask(self) -> None:
+        """Join the runs that were collected to requests, and make them."""
+        for store in {id(fetch.store): fetch.store for fetch in self._fetches}.values():
+            for task in store.requests([fetch for fetch in self._fetches if fetch.store is store]):
+                self._send([task], store.width)
+        self._fetches = []
+
+    def _send(self, tasks: Sequence[Task], width: int) -> None:
+        if getattr(_looking, "here", False):  # this thread belongs to the pool, see also `inline`
+            self._rest += tasks
+            return
+        with self._lock:
+            self._asking.extend(tasks)
+            more = self._threads < width
+            self._threads += more
+        if more:
+            self._futures.append(_look_threads().submit(self._take_requests))
+
+    def _take_requests(self) -> None:
+        """Make requests until none is left."""
+        _looking.here = True
+        with self._reads.joined():
+            try:
+                while True:
+                    with self._lock:
+                        if not self._asking:
+                            self._threads -= 1
+                            return
+                        _, do = self._asking.popleft()
+                    do()
+            except BaseException:
+                with self._lock:
+                    self._asking.clear()
+                    self._threads -= 1
+                raise
 
     def _put(self, batch: list[Task]) -> None:
         with self._lock:
@@ -192,13 +358,14 @@ class Work:
         """Cancel the tasks that have not started, and wait for the others."""
         with self._lock:
             self._queue.clear()
+            self._asking.clear()
         for future in self._futures:
             future.cancel()
         stopped(self._futures)
 
 
-def each(do: Callable[[T], object], items: Sequence[T]) -> None:
-    """Call ``do`` for every item, several at a time, for small independent requests to a store.
+def each(do: Callable[[T], object], items: Sequence[T], width: int = _LOOKERS) -> None:
+    """Call ``do`` for every item, ``width`` (at most 64) at a time, for small independent requests to a store.
 
     The calls use a separate pool, because threads of `run` wait for them. A nested call runs its items one after
     another on the calling thread: waiting for another thread of the same pool could deadlock. Raises the first error
@@ -214,10 +381,11 @@ def each(do: Callable[[T], object], items: Sequence[T]) -> None:
         def some(n: int) -> None:
             _looking.here = True
             with batch.joined():
-                for item in items[n::_LOOKERS]:
+                for item in items[n::width]:
                     do(item)
 
-        futures = [_look_threads().submit(some, n) for n in range(min(_LOOKERS, len(items)))]
+        width = min(width, _WIDE, len(items))
+        futures = [_look_threads().submit(some, n) for n in range(width)]
         try:
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in done:
@@ -226,6 +394,18 @@ def each(do: Callable[[T], object], items: Sequence[T]) -> None:
             for future in futures:
                 future.cancel()
             stopped(futures)
+
+
+@contextmanager
+def inline() -> Iterator[None]:
+    """Make all requests of this thread within the context one after another on it. For a thread that holds a lock which
+    threads of the pool may be waiting for: it must not wait for them."""
+    before = getattr(_looking, "here", False)
+    _looking.here = True
+    try:
+        yield
+    finally:
+        _looking.here = before
 
 
 def stopped(futures: Sequence[Future[Any]]) -> None:
@@ -241,20 +421,54 @@ def _each(batch: list[Task]) -> None:
         do()
 
 
+class _Idle:
+    """The count of a pool's idle threads. Unlike the semaphore that it stands in for, which is written in Python, a
+    Ctrl-C at any moment leaves nothing locked: with the semaphore, all later reads would wait for ever."""
+
+    def __init__(self) -> None:
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        """Take one, if there is one; the pool never waits for one."""
+        try:
+            self._tokens.get_nowait()
+        except Empty:
+            return False
+        return True
+
+    def release(self) -> None:
+        self._tokens.put(None)
+
+
+def _pool_of(size: int, name: str) -> ThreadPoolExecutor:
+    pool = ThreadPoolExecutor(size, thread_name_prefix=name)
+    pool._idle_semaphore = _Idle()  # type: ignore[assignment]
+    return pool
+
+
 def threads() -> ThreadPoolExecutor:
     """Return the pool that moves the bytes of tensors. A task on it must not wait for another task on it."""
     global _pool
     with _lock:
         if _pool is None:
-            _pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="lazyckpt")
+            _pool = _pool_of(_THREADS, "lazyckpt")
         return _pool
+
+
+def waiting_threads() -> ThreadPoolExecutor:
+    """Return the pool for tasks that send bytes to servers. Such a task may wait for tasks on `threads`."""
+    global _waiters
+    with _lock:
+        if _waiters is None:
+            _waiters = ThreadPoolExecutor(_WAITERS, thread_name_prefix="lazyckpt-send")
+        return _waiters
 
 
 def _look_threads() -> ThreadPoolExecutor:
     global _lookers
     with _lock:
         if _lookers is None:
-            _lookers = ThreadPoolExecutor(_LOOKERS, thread_name_prefix="lazyckpt-look")
+            _lookers = _pool_of(_WIDE, "lazyckpt-look")
         return _lookers
 
 
@@ -264,8 +478,8 @@ def _forget() -> None:
     The threads of torch's OpenMP are missing as well: an operation that needs them waits for ever. The child therefore
     computes on one thread, as the workers of torch's DataLoader do.
     """
-    global _pool, _lookers, _lock
-    _pool, _lookers, _lock = None, None, threading.Lock()
+    global _pool, _lookers, _waiters, _lock
+    _pool, _lookers, _waiters, _lock = None, None, None, threading.Lock()
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
 

@@ -93,6 +93,9 @@ def source_of(task: Task) -> str | None:
     tensor = task.reads
     if tensor is None or not tensor.numel():
         return None
+    if tensor.spec.expr is not None:
+        one, selection = next(tensor._needed(tensor._sel), (None, None))
+        return None if one is None else source_of(task._replace(reads=type(one)(one.store, one.spec, selection)))
     fragments = fragments_of(tensor.spec.fragments)
     fragment = fragments.only()
     if fragment is None and not (isinstance(fragments, Listed) and len(fragments) > _PLAIN):

@@ -1,4 +1,4 @@
-"""Destinations of exports: files in a folder, a whole folder, a zip file, or a prefix of an object store.
+"""Local destinations of exports: files in a folder, a whole folder, or a zip file. `remote` has those behind a URL.
 
 A destination checks whether an export may be written there, and publishes the complete export. Until then it does not
 change existing files. (The guarantee covers a crash of the process, not of the machine: caches are not flushed to
@@ -16,16 +16,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.expr import leaves
 from ..core.fragments import fragments_of
 from ..errors import ChangedFileError, DestinationError
 from ..formats.zarr.documents import JOB
 from ..formats.zarr.tree import ROOTS
 from ..io.pool import each
+from ..io.storage.access import present
 from ..io.storage.base import Store
-from ..io.storage.fsspec import is_url
+from ..io.storage.joined import stores_of
+from ..io.storage.listed import ABSENT
+from ..io.storage.urls import is_url
 from ..io.system import alone_in
 from ..lazy import LazyArray
-from .places import LEDGER, PART, PIECE, Bucket, Folder
+from .places import LEDGER, PART, PIECE, Folder
 from .publish import check_replaceable, reveal
 
 MARK_OF_MANIFEST = b'"lazyckpt_manifest"'  # among the first bytes of a manifest
@@ -210,12 +214,18 @@ class Zip(Destination):
             zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
         ):
             for key in sorted(complete):
-                info = zipfile.ZipInfo(key, (1980, 1, 1, 0, 0, 0))
-                info.external_attr = 0o644 << 16
-                info.file_size = complete[key]  # zipfile decides by it whether the entry needs zip64
+                info = entry_of(key, complete[key])
                 with open(content.open(key, os.O_RDONLY), "rb") as source, archive.open(info, "w") as target:
                     shutil.copyfileobj(source, target, PIECE)
         content.move(packed, self.place)
+
+
+def entry_of(name: str, nbytes: int) -> zipfile.ZipInfo:
+    """Return the description of a file in a zip."""
+    info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+    info.external_attr = 0o644 << 16
+    info.file_size = nbytes  # zipfile decides by it whether the entry needs zip64
+    return info
 
 
 def _check_beside(dest: Whole | Zip) -> None:
@@ -241,14 +251,6 @@ def _publish_beside(dest: Whole | Zip, content: Folder) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Remote:
-    """A prefix of an object store. Readers cannot open it before its last file is written."""
-
-    bucket: Bucket
-    overwrite: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Session:
     """A transaction that the caller commits. ``write`` writes everything into it."""
 
@@ -257,7 +259,13 @@ class Session:
 
 def source_files(tensors: Iterable[LazyArray]) -> set[Path]:
     """Return the files of the checkpoints that the tensors belong to."""
-    return {path for store in {id(t.store): t.store for t in tensors}.values() for path in _files(store)}
+    return {path for store in stores_of_all(tensors) for path in _files(store)}
+
+
+def stores_of_all(tensors: Iterable[LazyArray]) -> list[Store]:
+    """Return the stores that tensors are read from; those of the operands of computed ones."""
+    joined = {id(t.store): t.store for t in tensors}.values()
+    return list({id(store): store for one in joined for store in stores_of(one)}.values())
 
 
 def _files(store: Store) -> set[Path]:
@@ -267,8 +275,7 @@ def _files(store: Store) -> set[Path]:
 def check_apart(dest: Path, tensors: Iterable[LazyArray]) -> None:
     """Raise DestinationError if ``dest`` is inside of the checkpoint that is read, or contains it."""
     real = Path(os.path.realpath(dest))
-    stores = {id(t.store): t.store for t in tensors}.values()
-    for store in stores:
+    for store in stores_of_all(tensors):
         if is_url(store.root):
             continue
         root = Path(os.path.realpath(store.root))
@@ -284,7 +291,7 @@ def check_inside(dest: Path, tensors: Iterable[LazyArray]) -> None:
     """Raise DestinationError if ``dest`` is below a folder with files that are read. A checkpoint of a single file does
     not count, because its folder may contain anything."""
     real = Path(os.path.realpath(dest))
-    for store in {id(t.store): t.store for t in tensors}.values():
+    for store in stores_of_all(tensors):
         if len(store.pins) < 2 or is_url(store.root):
             continue
         sources = _files(store)
@@ -300,12 +307,18 @@ def check_unchanged(tensors: Iterable[LazyArray]) -> None:
     detect that, too, but not after the last read.)"""
     files: dict[tuple[int, str], Store] = {}
     for tensor in tensors:
-        for path in fragments_of(tensor._held.fragments).file_paths():
-            files[id(tensor.store), path] = tensor.store
+        stores = stores_of(tensor.store)
+        for one in leaves(tensor._held):
+            for path in fragments_of(one.spec.fragments).file_paths():
+                files[id(stores[one.source]), path] = stores[one.source]
 
     def check(item: tuple[tuple[int, str], Store]) -> None:
         (_, path), store = item
-        if path in store.pins and store.stat(path) != store.pins[path]:
+        pin = store.pins.get(path)
+        if pin is None:
+            return
+        now = (present(store, path) or ABSENT) if pin == ABSENT else store.stat(path)
+        if not pin.may_be(now):
             raise ChangedFileError(
                 f"{store.root}/{path} was written to while it was read: the export is discarded. Open the "
                 "checkpoint again when nobody writes to it"

@@ -25,8 +25,8 @@ from typing import Any, Protocol, TypeAlias
 
 from ..core.units import size_in_bytes
 from ..errors import DataError, LazyckptError, WorkerError
-from ..io.pool import LOOK, stopped, threads
-from ..lazy import LazyArray
+from ..io.pool import LOOK, stopped, threads, waiting_threads
+from ..lazy import LazyArray, read_together
 from .batching import Placer, Task, by_file, in_turn
 from .sending import Sender
 
@@ -47,7 +47,9 @@ Done: TypeAlias = Callable[[Task, Any], None]
 class Run(Protocol):
     """`run` with an executor and a memory limit."""
 
-    def __call__(self, tasks: Iterable[Task], done: Done, *, tensors: Iterable[LazyArray] = ()) -> None: ...
+    def __call__(
+        self, tasks: Iterable[Task], done: Done, *, tensors: Iterable[LazyArray] = (), waits: bool = False
+    ) -> None: ...
 
 
 def run(
@@ -56,20 +58,24 @@ def run(
     executor: Any = None,
     memory: int | None = None,
     tensors: Iterable[LazyArray] = (),
+    waits: bool = False,
 ) -> None:
     """Run all tasks, and call ``done`` on this thread with each finished task and its result.
 
     ``executor`` is what `executor_of` accepts; None uses this process's threads. ``memory`` limits the bytes that
     tasks in flight hold together (default 1 GiB for the threads of this process, and for each worker elsewhere); a task
     that holds more runs alone. The iterable is consumed lazily. ``tensors`` are those that many tasks read a part of:
-    their descriptions are sent to other processes only once.
+    their descriptions are sent to other processes only once. ``waits`` says that tasks spend their time
+    waiting for a server, so that more threads than processors are of use.
 
     The first error is raised after tasks that have not started are cancelled and running tasks have finished; ``done``
     is still called for those that succeed. Raises WorkerError if the executor lost its workers, DataError if a task
     cannot be sent to them.
     """
     executor = executor_of(executor)
-    workers: _Near | _Far = _Near(executor, memory) if shares_memory(executor) else _Far(executor, memory, tensors)
+    workers: _Near | _Far = (
+        _Near(executor, memory, waits) if shares_memory(executor) else _Far(executor, memory, tensors)
+    )
     pending: dict[Future[list[Any] | None], list[Task]] = {}
     held = 0
 
@@ -109,8 +115,8 @@ def run(
 class _Near:
     """Threads of this process. They get small futures within the memory limit."""
 
-    def __init__(self, executor: Executor | None, memory: int | None) -> None:
-        self._executor = threads() if executor is None else executor
+    def __init__(self, executor: Executor | None, memory: int | None, waits: bool) -> None:
+        self._executor = executor or (waiting_threads() if waits else threads())
         self._memory = MEMORY if memory is None else memory
 
     def batches(self, tasks: Iterable[Task]) -> Iterator[list[Task]]:
@@ -122,7 +128,7 @@ class _Near:
 
     def submit(self, batch: list[Task], again: bool = False) -> Future[list[Any] | None]:
         try:
-            return self._executor.submit(_each, [task.do for task in batch])
+            return self._executor.submit(_each_near, batch)
         except RuntimeError as e:  # the executor was shut down
             raise _lost(e) from e
 
@@ -250,8 +256,9 @@ def _memory(batch: list[Task]) -> int:
     return max(task.memory for task in batch)
 
 
-def _each(work: list[Callable[[], Any]]) -> list[Any]:
-    return [do() for do in work]
+def _each_near(batch: list[Task]) -> list[Any]:
+    with read_together(task.reads for task in batch if task.reads is not None):
+        return [task.do() for task in batch]
 
 
 def _result(future: Future[list[Any] | None]) -> list[Any] | None:

@@ -18,7 +18,9 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from ..errors import DestinationError
-from ..io.storage.fsspec import is_url
+from ..formats.archives import check_outside
+from ..io.storage.credentials import without_secrets
+from ..io.storage.urls import LOCAL, is_url
 from ..io.system import Directory, user_id
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -142,15 +144,17 @@ def _refused(path: Path, why: str) -> DestinationError:
 
 
 def local_path(dest: str | os.PathLike[str]) -> Path:
-    """Convert a user's path to a Path without ``..``, which does not mean the parent after a link. Raises
-    DestinationError for a URL, for text that cannot be a path, and for a path that cannot be looked up."""
-    text = os.fspath(dest)
+    """Convert a user's path, or ``file://`` URL, to a Path without ``..``, which does not mean the parent after a link.
+    Raises DestinationError for another URL, for text that cannot be a path, and for a path that cannot be looked up."""
+    text = os.fspath(dest).removeprefix(LOCAL)
     if not text:
         raise DestinationError("the destination is an empty text: name a file or a folder ('.' is the current one)")
     if is_url(text):
-        raise DestinationError(f"{text}: writing to a URL is not supported: write to a local path and upload that")
+        shown = without_secrets(text, {})
+        raise DestinationError(f"{shown}: writing to a URL is not supported: write to a local path and upload that")
     if "\0" in text:
         raise DestinationError(f"{text!r} is not a path: it contains a null character")
+    check_outside(text)
     path = Path(os.path.expanduser(text))
     if path.name == "..":
         path = Path(os.path.realpath(path))

@@ -99,6 +99,7 @@ class Passed:
 
     def __init__(self) -> None:
         self._files: dict[str, dict[int, _Piece]] = {}
+        self._cut: dict[tuple[str, int, int], dict[int, bytes]] = {}  # file, begin of the tensor, number of the run
         self._offsets: dict[str, list[int]] = {}  # sorted, made when first needed
         self._arrays: dict[str, tuple[Form, dict[int, bytes]]] = {}
         self._edges: dict[str, dict[int, dict[int, bytes]]] = {}  # array -> number of a run -> pieces of it
@@ -119,9 +120,21 @@ class Passed:
                 del edges[n]
 
     def add(self, key: str, offset: int, nbytes: int, passing: Passing, leaves: Leaves) -> None:
-        """Take the hashes of bytes of a file."""
+        """Take the hashes of bytes of a file, and join the pieces of runs that were cut, if their bytes were kept."""
+        whole = passing.whole
         if leaves.hashes:
-            self._files.setdefault(key, {})[offset] = _Piece(nbytes, passing.whole, passing.at, leaves)
+            self._files.setdefault(key, {})[offset] = _Piece(nbytes, whole, passing.at, leaves)
+        begin = offset - passing.at  # of the tensor in the file
+        for at, data in leaves.edges:
+            n = at // merkle.RUN
+            pieces = self._cut.setdefault((key, begin, n), {})
+            pieces[at] = data
+            hashed = run_of(whole, n, pieces, hash_of(passing.algorithm))
+            if hashed is not None:
+                at = n * merkle.RUN
+                piece = _Piece(min(merkle.RUN, whole.nbytes - at), whole, at, Leaves(n, (hashed,)))
+                self._files.setdefault(key, {})[begin + at] = piece
+                del self._cut[key, begin, n]
 
     def known(self, tensor: LazyArray, below: str = "") -> dict[int, bytes]:
         """Return the hashes of runs of a tensor of the written files, by number.

@@ -1,4 +1,4 @@
-"""Places that hold the files of an export: a local folder, or a prefix of an object store.
+"""Places that hold the files of an export: local folders here, prefixes of object stores in `io.storage.uploads`.
 
 A place writes files atomically and pickles to its path or URL, so that workers can write to it directly.
 """
@@ -10,16 +10,15 @@ import os
 import stat
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from uuid import uuid4
 
 from ..errors import DestinationError
 from ..formats.zarr.documents import JOB
-from ..io.storage.fsspec import asking
 from ..io.system import forget, preallocate, read_at, refuses, rename_directory
 from .guard import Owner, entered, ignores_case, opened
 
@@ -286,94 +285,10 @@ class Target(NamedTuple):
         """Open the file and return its descriptor; O_CREAT creates the file and its folders."""
         return self.folder.open(self.key, flags)
 
-    def reserve(self) -> int:
-        """Reserve the disk blocks of the existing file; return its size in bytes. Raises OSError."""
-        fd = self.descriptor(os.O_RDWR)
-        try:
-            size = os.fstat(fd).st_size
-            preallocate(fd, size)
-        finally:
-            os.close(fd)
-        return size
-
     @property
     def size(self) -> int | None:
         """The file's size in bytes; None if it does not exist."""
         return self.folder.size(self.key)
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """A prefix of an object store, addressed by a URL of fsspec. A file is kept in memory until it is complete, because
-    object stores write files atomically."""
-
-    url: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-    buffers = True
-
-    def __str__(self) -> str:
-        return self.url
-
-    @property
-    def beside(self) -> Bucket:
-        """The prefix that this one is in."""
-        return replace(self, url=self.url.rpartition("/")[0])
-
-    def put(self, key: str, content: Iterable[bytes | memoryview]) -> int:
-        whole = bytearray()
-        for piece in content:  # a piece is valid only until the next one
-            whole += piece
-        data = bytes(whole)
-        del whole
-        with self._fs() as (fs, base):
-            path = f"{base}/{key}"
-            try:
-                fs.pipe_file(path, data)
-            except FileNotFoundError:  # a file system with folders
-                fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-                fs.pipe_file(path, data)
-        return len(data)
-
-    def get(self, key: str, offset: int, length: int) -> bytes:
-        with self._fs() as (fs, base):
-            data: bytes = fs.cat_file(f"{base}/{key}", start=offset, end=offset + length) if length else b""
-        return data
-
-    def forget(self, key: str) -> int:
-        with self._fs() as (fs, base):
-            fs.invalidate_cache(f"{base}/{key}")
-            return int(fs.info(f"{base}/{key}")["size"])
-
-    def remove(self, key: str) -> None:
-        with self._fs() as (fs, base):
-            fs.rm_file(f"{base}/{key}")
-
-    def remove_all(self) -> None:
-        with self._fs() as (fs, base):
-            fs.rm(base, recursive=True)
-
-    def find(self) -> dict[str, int]:
-        """Return the sizes of all files in bytes, by key."""
-        with self._fs() as (fs, base):
-            fs.invalidate_cache(base)
-            try:
-                found = fs.find(base, detail=True)
-            except FileNotFoundError:
-                return {}
-        return {str(path).removeprefix(base).lstrip("/"): int(info["size"] or 0) for path, info in found.items()}
-
-    @contextmanager
-    def _fs(self) -> Iterator[tuple[Any, str]]:
-        """Yield the file system and the prefix within it. Convert its errors to OSError (see `asking`)."""
-        import fsspec  # caches its file systems
-
-        try:
-            fs, base = fsspec.core.url_to_fs(self.url, **self.options)
-        except (ImportError, ValueError) as e:  # the protocol's package is not installed, or the protocol is unknown
-            raise DestinationError(f"{self.url}: {e}") from None
-        with asking(self.url):
-            yield fs, str(base).rstrip("/")
 
 
 def _write(fd: int, data: bytes | memoryview) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..core.merkle import Form, Leaves
 from ..lazy import LazyArray
-from .destination import Destination, Remote, Session
-from .places import Place, Target
+from .destination import Destination, Session
+from .places import Place
+from .remote import Remote
 
 if TYPE_CHECKING:
     import torch
@@ -43,23 +44,26 @@ class Placed(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A file that is complete except for the elements of its tensors. ``finish``, if not None, is called with the
-    CRC-32 of each tensor's bytes after all of them are written."""
+    """The content of a file as data, so that it is written to a disk or sent to an object store in parts.
 
-    file: Target
+    ``size`` is its size in bytes. ``texts`` are the bytes around the tensors, each with its offset, in order; nothing
+    overlaps. ``checksums`` says where the CRC-32 of a tensor's bytes belongs, 4 bytes with the lowest first: (offset
+    within a text, number of the tensor)."""
+
+    size: int
+    texts: Sequence[tuple[int, bytes]]
     placed: Sequence[Placed]
-    finish: Callable[[list[int]], None] | None = None
+    checksums: Sequence[tuple[int, int]] = ()
 
 
 class File(NamedTuple):
     """A file of tensors.
 
-    ``key`` is its path in the folder, ``nbytes`` the size of its tensors. ``layout`` creates the file without the
-    tensors' elements; elements that an earlier call of the same job wrote are kept."""
+    ``key`` is its path in the folder, ``nbytes`` the size of its tensors. ``layout`` returns its content."""
 
     key: str
     nbytes: int
-    layout: Callable[[Target], Layout]
+    layout: Callable[[], Layout]
 
 
 class Part(NamedTuple):
@@ -150,7 +154,7 @@ class WritePlan:
     texts: Mapping[str, Text] = field(default_factory=dict)
     build: Callable[[str], None] | None = None
     room: int = 0
-    paths: tuple[Path, ...] = ()
+    paths: tuple[Path | str, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     manifests: Sequence[Manifest] = ()
 

@@ -6,8 +6,7 @@ directory decides. No other user can write to the directory (`guard`), and the f
 an export runs. A `ledger` lists finished work with checksums. The files are in a subfolder for this job, so that a
 leftover worker of another job cannot write to them.
 
-Object stores cannot rename. There, the fingerprint is a marker file in the prefix, and the file that makes the export
-readable is written last.
+Object stores cannot rename: see `remote`.
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ import os
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from uuid import uuid4
 
 import torch
 
-from ..errors import CorruptError, DestinationError, LazyckptError, MissingFileError, WorkerError
+from ..core.expr import leaves, structure
+from ..errors import DestinationError, LazyckptError, MissingFileError, WorkerError
 from ..formats.zarr.documents import JOB  # holds the fingerprint
 from ..io.storage.base import Store
 from ..io.system import POSIX, Directory, after_fork, lock, open_unfollowed, read_at, rename_directory, write_at
 from ..lazy import LazyArray
 from .guard import Owner, is_own, local_path, make_folder, own_folder, usual_mode
 from .ledger import read_ledger
-from .places import LEDGER, Bucket, Folder
+from .places import LEDGER, Folder
 
 _ONCE = "once-"
 _lock = threading.Lock()
@@ -71,7 +71,7 @@ def unfinished(dest: str | os.PathLike[str]) -> int | None:
     int or None
         Finished bytes; None if there is no interrupted or running export.
     """
-    staging = staging_path(_local(dest))
+    staging = staging_path(local_path(dest))
     return read_ledger(staging / LEDGER).nbytes if os.path.isdir(staging) else None
 
 
@@ -90,7 +90,7 @@ def discard(dest: str | os.PathLike[str]) -> None:
     DestinationError
         An export to ``dest`` is running, or another user may have written the unfinished files.
     """
-    staging = staging_path(_local(dest))
+    staging = staging_path(local_path(dest))
     if not os.path.isdir(staging):
         return
     with _of_this_process(staging):
@@ -103,16 +103,6 @@ def discard(dest: str | os.PathLike[str]) -> None:
             if isinstance(e, LazyckptError):
                 raise
             raise DestinationError(f"{e.filename or staging}: {e.strerror or e}. It cannot be removed") from e
-
-
-def _local(dest: str | os.PathLike[str]) -> Path:
-    return local_path(os.fspath(dest).removeprefix("file://"))
-
-
-def discard_upload(bucket: Bucket) -> None:
-    """Remove the files of an interrupted export to an object store."""
-    if JOB in bucket.find():
-        bucket.remove_all()
 
 
 def content(staging: Folder, fingerprint: str, plain: bool) -> Folder:
@@ -187,7 +177,7 @@ def _staged(dest: Path, folder: Path, fingerprint: str, has_work: Callable[[Path
             job.write(fingerprint)
         yield Folder(str(folder), owner)
     except BaseException as e:
-        kept = _resumable(e) and not is_unique(fingerprint) and has_work(folder)
+        kept = resumable(e) and not is_unique(fingerprint) and has_work(folder)
         if not kept:
             job.write("")
             job.remove(folder, ignore_errors=True)
@@ -257,43 +247,6 @@ def _put_back(dest: Path) -> None:
         os.rename(old, dest)
 
 
-@contextmanager
-def uploaded(bucket: Bucket, fingerprint: str, overwrite: bool) -> Iterator[Mapping[str, int]]:
-    """Prepare the prefix of an object store for a job, and yield the sizes of the files that are there already, by key.
-    The block has to write the file that completes the export last.
-
-    Raises DestinationError if the prefix holds another export and not ``overwrite``, or anything that is not a zarr
-    hierarchy.
-    """
-    try:
-        there = bucket.find()
-        ours = JOB in there and bucket.get(JOB, 0, 4096) == fingerprint.encode()
-        if there and not ours:
-            if JOB not in there and "zarr.json" not in there:
-                raise DestinationError(f"{bucket} is not empty, and no zarr hierarchy: choose another place")
-            if not overwrite:
-                what = "an unfinished export of something else" if JOB in there else "a zarr hierarchy"
-                raise DestinationError(f"{bucket} holds {what}: choose another place, or pass overwrite=True")
-            if "zarr.json" in there:
-                bucket.remove("zarr.json")  # first, so that no reader opens a half-removed hierarchy
-            bucket.remove_all()
-            there = {}
-        bucket.put(JOB, [fingerprint.encode()])
-        yield there
-        bucket.remove(JOB)
-    except CorruptError:
-        bucket.remove_all()
-        raise
-    except OSError as e:
-        if isinstance(e, LazyckptError):
-            raise
-        what = (e.strerror or str(e)).removeprefix(f"{bucket}: ").removesuffix(".")
-        raise DestinationError(
-            f"{bucket}: {what}. What is finished is kept there (readers do not see a hierarchy yet): call again to "
-            "go on"
-        ) from e
-
-
 def fingerprint(tensors: Iterable[tuple[LazyArray, object]], texts: Iterable[bytes]) -> str:
     """Return a digest that identifies a job: the source files, the tensors, where and how each is written, and the
     other content. Calls with the same fingerprint may resume each other's work."""
@@ -302,8 +255,10 @@ def fingerprint(tensors: Iterable[tuple[LazyArray, object]], texts: Iterable[byt
     for tensor, where in tensors:
         stores[id(tensor.store)] = tensor.store
         spec = tensor.spec
-        about = spec.name, spec.stored_as, spec.rule, spec.combine, where, len(spec.fragments)
-        ends = (spec.fragments[0], spec.fragments[-1]) if spec.fragments else ()
+        about = spec.name, spec.stored_as, spec.rule, structure(spec), where
+        ends = [
+            (len(held), *((held[0], held[-1]) if held else ())) for held in (one.spec.fragments for one in leaves(spec))
+        ]
         wanted = [a if isinstance(a, range) else a.tobytes() for a in tensor._sel.axes], tensor._sel.dims
         digest.update(repr((about, ends, wanted)).encode("utf-8", "surrogatepass"))
     for store in stores.values():
@@ -335,7 +290,7 @@ def _kept_note(folder: Path) -> str:
     return f"What is finished is kept in {folder}: call again to go on, or remove it"
 
 
-def _resumable(e: BaseException) -> bool:
+def resumable(e: BaseException) -> bool:
     """Return whether the same call may succeed later."""
     return not isinstance(e, LazyckptError) or isinstance(e, WorkerError | DestinationError | MissingFileError)
 
@@ -343,10 +298,16 @@ def _resumable(e: BaseException) -> bool:
 @contextmanager
 def _of_this_process(folder: Path) -> Iterator[None]:
     """Exclude other threads of this process by the folder's name; file locks only exclude other processes."""
-    name = os.path.realpath(folder)
+    with exclusively(os.path.realpath(folder), _busy(folder)):
+        yield
+
+
+@contextmanager
+def exclusively(name: str, busy: Busy) -> Iterator[None]:
+    """Exclude other threads of this process by a name: raise ``busy`` if one of them is in such a block."""
     with _lock:
         if name in _working:
-            raise _busy(folder)
+            raise busy
         _working.add(name)
     try:
         yield

@@ -17,9 +17,10 @@ from typing import Any
 from uuid import uuid4
 
 from ..core.fragments import fragments_of
-from ..core.index import TensorSpec
+from ..core.specs import TensorSpec
 from ..errors import DataError
 from ..io.parcels import compressed, unpacked
+from ..io.storage import credentials
 from ..io.storage.base import Store
 from ..lazy import LazyArray
 
@@ -77,11 +78,12 @@ class _Pickler(pickle.Pickler):
 
 def _dumped(value: Any, descriptions: Descriptions | None = None) -> bytes:
     try:
-        if descriptions is None:
-            return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        file = io.BytesIO()
-        _Pickler(file, descriptions).dump(value)
-        return file.getvalue()
+        with credentials.passing():  # to workers only
+            if descriptions is None:
+                return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+            file = io.BytesIO()
+            _Pickler(file, descriptions).dump(value)
+            return file.getvalue()
     except (pickle.PicklingError, TypeError, AttributeError) as e:
         raise DataError(f"the work cannot be sent to other processes: {e}. Use threads (executor=None)") from e
 

@@ -222,7 +222,7 @@ def _gather(plan: WritePlan, dest: Files | Whole, folders: Sequence[Path], verif
                     where.take(source, key)
         lost = expected - already - set(where.find())
         if not lost and not already:
-            put_manifests(plan, where, where, passed, run)
+            put_manifests(plan, str(where), where, passed, run)
         for folder in folders:
             (folder / MARK).unlink()
         if lost:

@@ -8,33 +8,28 @@ tensor. Tasks are created lazily, so a million fragments or chunks do not become
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ..core.merkle import Leaves
-from ..errors import CorruptError
 from ..formats.zarr.documents import JOB
-from ..io.system import read_at, write_at
-from ..io.tensors import as_bytes
+from ..io import system
+from ..io.system import preallocate, read_at, write_at
 from .batching import Task
-from .destination import Destination, Remote, Session, Zip, check_room, check_unchanged
+from .destination import Destination, Session, Zip, check_room, check_unchanged
 from .executor import OVERHEAD, Run
 from .ledger import Done, Ledger
 from .passing import Cut, Passed, Passing, cuts
+from .pieces import contents, differs, read_piece
 from .places import LEDGER, PART, PIECE, Folder, Place, Target, combined, crc32
 from .plan import File, Layout, Part, Text, WritePlan
 from .progress import Bar
-from .publish import content, moved, staged, uploaded
+from .publish import content, moved, staged
 
-_NEAR = 1 << 20  # bytes of a piece that is copied unchanged from a local store: fits into a core's private cache
 RUN = 16 << 20  # maximum bytes that a task moves
-_own = threading.local()
 
 
 # -- the runs of files
@@ -46,20 +41,34 @@ class _Filling:
     ``found`` has the (offset, CRC-32, number of bytes) of each tensor's runs if the layout needs them."""
 
     number: int
+    target: Target
     layout: Layout
     left: int = 1
     found: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
 
     def add(self, n: int, offset: int, checksum: int, nbytes: int) -> None:
-        if self.layout.finish is not None:
+        if self.layout.checksums:
             self.found.setdefault(n, []).append((offset, checksum, nbytes))
 
     def one_less(self) -> None:
         self.left -= 1
-        if not self.left and self.layout.finish is not None:
-            runs = (sorted(self.found.get(n, [])) for n in range(len(self.layout.placed)))
-            self.layout.finish([combined((crc, nbytes) for _, crc, nbytes in of_one) for of_one in runs])
-            self.found.clear()
+        if self.left or not self.layout.checksums:
+            return
+        known = {n: combined((crc, nbytes) for _, crc, nbytes in sorted(runs)) for n, runs in self.found.items()}
+        _finish(self.target, self.layout, known)
+        self.found.clear()
+
+
+def _finish(target: Target, layout: Layout, known: Mapping[int, int]) -> None:
+    """Write the checksums of a file. ``known`` has the CRC-32s of tensors that are not empty, by number."""
+    _put_around(target, [(offset, known.get(n, 0).to_bytes(4, "little")) for offset, n in layout.checksums])
+
+
+class Laid(NamedTuple):
+    """A file that exists, and its content."""
+
+    target: Target
+    layout: Layout
 
 
 def fill(
@@ -70,7 +79,7 @@ def fill(
     moved: Callable[[int], None],
     passed: Passed,
     algorithm: str | None = None,
-) -> list[Layout]:
+) -> list[Laid]:
     """Write files, except for the runs that are listed in the ledger and therefore intact (see `keep_intact`). Files
     are created lazily. ``moved`` is called with the number of bytes of each run, written or already present. With an
     ``algorithm``, ``passed`` gets the hashes of what is written.
@@ -78,16 +87,16 @@ def fill(
     Raises what reading raises, and OSError for the written files.
     """
     filling: dict[int, _Filling] = {}
-    layouts: list[Layout] = []
+    laid: list[Laid] = []
 
     def tasks() -> Iterator[Task]:
-        for key, _, begin in files:
+        for key, _, content_of in files:
             target = Target(folder, key)
             there = ledger.runs(key, target)
-            layout = begin(target)
-            size = target.reserve()
-            layouts.append(layout)
-            file = _Filling(ledger.begin(key, size), layout)
+            layout = content_of()
+            _create(target, layout)
+            laid.append(Laid(target, layout))
+            file = _Filling(ledger.begin(key, layout.size), target, layout)
             filling[file.number] = file
             for cut in _runs(layout, algorithm):
                 known, nbytes = there.get(cut.offset), cut.nbytes
@@ -97,9 +106,9 @@ def fill(
                     continue
                 file.left += 1
                 about = _Run(file.number, cut.number, cut.offset)
-                work = partial(_move, layout.file, cut.parts[0], about)
+                work = partial(_move, target, cut.parts[0], about)
                 if cut.passing is not None:
-                    work = partial(_pass, layout.file, cut.parts, about, cut.passing)
+                    work = partial(_pass, target, cut.parts, about, cut.passing)
                 yield Task(nbytes, PIECE + OVERHEAD, work, cut.parts[0])
             file.one_less()
 
@@ -109,12 +118,33 @@ def fill(
         moved(task.nbytes)
         file = filling[number]
         if leaves is not None:
-            passed.add(file.layout.file.key, offset, task.nbytes, *leaves)
+            passed.add(file.target.key, offset, task.nbytes, *leaves)
         file.add(n, offset, checksum, task.nbytes)
         file.one_less()
 
     run(tasks(), done)
-    return layouts
+    return laid
+
+
+def _create(target: Target, layout: Layout) -> None:
+    """Create a file with its size and everything but the tensors; bytes of tensors that are there already stay."""
+    _put_around(target, layout.texts)
+    fd = target.descriptor(os.O_RDWR)
+    try:
+        os.ftruncate(fd, layout.size)
+        preallocate(fd, layout.size)
+    finally:
+        os.close(fd)
+
+
+def _put_around(target: Target, texts: Iterable[tuple[int, bytes]]) -> None:
+    """Write bytes around the tensors of a file, which is created if it does not exist."""
+    fd = target.descriptor(os.O_RDWR | os.O_CREAT)
+    try:
+        for offset, text in texts:
+            system.write_at(fd, text, offset)
+    finally:
+        os.close(fd)
 
 
 def keep_intact(folder: Folder, ledger: Ledger, run: Run) -> None:
@@ -134,15 +164,15 @@ def keep_intact(folder: Folder, ledger: Ledger, run: Run) -> None:
     run(tasks(), done)
 
 
-def compare(layouts: Sequence[Layout], run: Run, moved: Callable[[int], None]) -> None:
+def compare(laid: Sequence[Laid], run: Run, moved: Callable[[int], None]) -> None:
     """Compare the files that `fill` wrote, read from the disk, with the source. Raises CorruptError if they differ."""
-    for layout in layouts:
-        layout.file.folder.forget(layout.file.key)
+    for target, _ in laid:
+        target.folder.forget(target.key)
 
     def tasks() -> Iterator[Task]:
-        for layout in layouts:
+        for target, layout in laid:
             for _, offset, (part,), _ in _runs(layout):
-                yield Task(part.nbytes, 2 * PIECE + OVERHEAD, partial(_compare, layout.file, offset, part), part)
+                yield Task(part.nbytes, 2 * PIECE + OVERHEAD, partial(_compare, target, offset, part), part)
 
     run(tasks(), lambda task, _: moved(task.nbytes))
 
@@ -211,28 +241,6 @@ def _intact(target: Target, offset: int, known: Done) -> tuple[Target, int, bool
     return target, offset, crc == known.checksum
 
 
-def contents(tensor: Any) -> Iterator[tuple[int, memoryview]]:
-    """Yield a tensor's bytes in order: (byte offset, bytes). The memory is valid until the next item."""
-    runs = tensor._runs()
-    if runs is None:
-        for ahead, piece in tensor.pieces(PIECE):
-            yield ahead * tensor.itemsize, read_piece(piece)
-        return
-    store = tensor.store
-    memory = as_bytes(scratch(PIECE if store.gap else _NEAR))
-    at = filled = 0
-    for path, offset, nbytes in runs:
-        while nbytes:
-            part = memory[filled : filled + nbytes]
-            store.read_into(path, offset, part)
-            filled, offset, nbytes = filled + len(part), offset + len(part), nbytes - len(part)
-            if filled == len(memory):
-                yield at, memory
-                at, filled = at + filled, 0
-    if filled:
-        yield at, memory[:filled]
-
-
 def _compare(target: Target, offset: int, tensor: Any) -> None:
     fd = target.descriptor(os.O_RDONLY)
     try:
@@ -243,26 +251,6 @@ def _compare(target: Target, offset: int, tensor: Any) -> None:
                 raise differs(str(target), f"bytes {at:,} to {at + piece.nbytes:,}")
     finally:
         os.close(fd)
-
-
-def differs(path: str, where: str) -> CorruptError:
-    return CorruptError(
-        f"{path}: {where} do not hold what the source holds: the disk or the memory is faulty, or another program "
-        "wrote there. The file is not kept: export again"
-    )
-
-
-def read_piece(piece: Any) -> memoryview:
-    """Read a piece of at most PIECE bytes (or one element) into scratch memory, valid until the thread's next call."""
-    return as_bytes(piece.read_into(scratch(piece.nbytes).view(piece.dtype).view(piece.shape)))
-
-
-def scratch(nbytes: int) -> torch.Tensor:
-    """Return scratch memory of this thread, valid until its next call."""
-    buffer: torch.Tensor | None = getattr(_own, "buffer", None)
-    if buffer is None or buffer.numel() < nbytes:
-        buffer = _own.buffer = torch.empty(max(nbytes, PIECE), dtype=torch.uint8, device="cpu")
-    return buffer[:nbytes]
 
 
 # -- from the first check to publishing
@@ -280,8 +268,7 @@ def write(plan: WritePlan, *, verify: bool, progress: bool | None, run: Run) -> 
         return 0
     progress = progress if plan.nbytes else False
     run = partial(run, tensors=plan.tensors)
-    if isinstance(plan.destination, Remote):
-        return _upload(plan, plan.destination, verify, progress, run)
+    assert isinstance(plan.destination, Destination), "objects are written by `upload`"
     return _write(plan, plan.destination, verify, progress, run)
 
 
@@ -301,20 +288,20 @@ def _write(plan: WritePlan, dest: Destination, verify: bool, progress: bool | No
         keep_intact(where, ledger, run)
         chunked, passed = replace(where, listed=True), Passed()
         with Bar((plan.nbytes - _sum(plan.files) + _sum(files)) * (1 + verify), dest.place.name, progress) as bar:
-            layouts = fill(files, where, ledger, run, bar.add, passed, plan.algorithm)
-            nbytes = _put_chunks(plan, chunked, ledger.whole, run, bar.add, passed)
+            laid = fill(files, where, ledger, run, bar.add, passed, plan.algorithm)
+            nbytes = put_chunks(plan, chunked, ledger.whole, run, bar.add, passed)
             if plan.chunks is not None:  # a killed worker leaves the file that it was writing
                 where.tidy(lambda key: not key.endswith(PART))
             if plan.build is not None:
                 plan.build(str(where))
             if verify:
-                compare(layouts, run, bar.add)
-                _check_chunks(plan, chunked, run, bar.add)
+                compare(laid, run, bar.add)
+                check_chunks(plan, chunked, run, bar.add)
         nbytes += put_texts(plan, where, already)
         if not already:  # else they are there
-            nbytes += put_manifests(plan, where, where, passed, run)
+            nbytes += put_manifests(plan, str(where), where, passed, run)
         check_unchanged(plan.tensors)
-        nbytes += sum(layout.file.size or 0 for layout in layouts) + sum(dest.path(k).stat().st_size for k in already)
+        nbytes += sum(layout.size for _, layout in laid) + sum(dest.path(k).stat().st_size for k in already)
         if plan.build is not None:
             nbytes = sum(where.find().values())
         ledger.move(verify)
@@ -333,38 +320,22 @@ def _prepare(plan: WritePlan, staging: Folder, where: Folder, ledger: Ledger) ->
     check_room(Path(staging.root), max(0, plan.room * (1 + twice) - ledger.nbytes))
 
 
-def _upload(plan: WritePlan, dest: Remote, verify: bool, progress: bool | None, run: Run) -> int:
-    for tensor in plan.tensors:
-        tensor._check()
-    bucket, passed = dest.bucket, Passed()
-    with uploaded(bucket, plan.fingerprint, dest.overwrite) as there:
-        with Bar(plan.nbytes * (1 + verify), bucket.url.rpartition("/")[2], progress) as bar:
-            nbytes = _put_chunks(plan, bucket, there.get, run, bar.add, passed)
-            *texts, last = plan.texts.items()
-            nbytes += sum(_put(bucket, key, text) for key, text in texts)
-            if verify:
-                _check_chunks(plan, bucket, run, bar.add)
-        check_unchanged(plan.tensors)
-        nbytes += _put(bucket, *last)  # makes the hierarchy readable
-        nbytes += put_manifests(plan, bucket, bucket.beside, passed, run)
-    return nbytes
-
-
 def put_texts(plan: WritePlan, place: Place, already: Set[str] = frozenset()) -> int:
     """Write the small files of a plan, except for those that are there already; return their size in bytes."""
     return sum(_put(place, key, text) for key, text in plan.texts.items() if key not in already)
 
 
-def put_manifests(plan: WritePlan, files: Place, place: Place, passed: Passed, run: Run) -> int:
-    """Write the manifests of a plan, whose ``files`` are complete, to a place; return their size in bytes."""
-    return sum(place.put(one.key, [one.make(str(files), passed, run)]) for one in plan.manifests)
+def put_manifests(plan: WritePlan, files: str, place: Place, passed: Passed, run: Run) -> int:
+    """Write the manifests of a plan, whose files are complete in the folder or at the URL ``files``, to a place; return
+    their size in bytes."""
+    return sum(place.put(one.key, [one.make(files, passed, run)]) for one in plan.manifests)
 
 
 def _put(place: Place, key: str, text: Text) -> int:
     return place.put(key, [text] if isinstance(text, bytes) else text())
 
 
-def _put_chunks(
+def put_chunks(
     plan: WritePlan,
     place: Place,
     size_of: Callable[[str], int | None],
@@ -413,7 +384,7 @@ def _hashed(part: Part, algorithm: str) -> _Hashed:
     return _Hashed(*part.write(passing), part.array, passing)
 
 
-def _check_chunks(plan: WritePlan, place: Place, run: Run, moved: Callable[[int], None]) -> None:
+def check_chunks(plan: WritePlan, place: Place, run: Run, moved: Callable[[int], None]) -> None:
     if plan.chunks is not None:
         tasks = (Task(c.nbytes, c.memory, c.check, c.tensor) for c in plan.chunks.at(place))
         run(tasks, lambda task, _: moved(task.nbytes))

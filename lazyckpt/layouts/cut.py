@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ..core.box import Box, Shape
+from ..core.compose import held, is_mean
 from ..core.fragments import fragments_of
-from ..core.index import Part, Placement, TensorSpec
+from ..core.placement import Part, Placement
+from ..core.specs import TensorSpec
 from .merge import Merge, Rule, Source, concatenated, decide, in_parts, replicated
 from .rename.rewrite import Heads
 from .tables import pattern
@@ -23,12 +24,13 @@ Known = tuple[Placement, str]  # the placement of a shard in its tensor, and the
 
 @dataclass(frozen=True, slots=True)
 class Regrouped:
-    """A new rank's shard, made of stored shards: those of ``ranks``, each with its placement in the new shard."""
+    """A new rank's shard, made of stored shards: those of ``ranks``, each with its placement in the new shard.
+    ``is_mean``: the shards are replicas, and their mean is read."""
 
     shape: Shape
     ranks: tuple[int, ...]
     placements: tuple[Placement, ...]
-    combine: Literal["first", "mean"] = "first"
+    is_mean: bool = False
     rule: str = ""
 
 
@@ -63,7 +65,7 @@ def reshard(name: str, shapes: Sequence[Shape], sources: Sequence[Source], degre
     merge = decide(name, shapes if len(shapes) > 1 else [shapes[0]] * 2, sources)
     cut = set() if all(merge.placements[r].parts is None for r in ranks) else cut_dimensions(merge)
     if not cut:  # every rank has the whole tensor, whatever the rule is called
-        return Regrouped(own, tuple(ranks), (Placement(own),) * len(ranks), merge.combine, merge.rule)
+        return Regrouped(own, tuple(ranks), (Placement(own),) * len(ranks), merge.is_mean, merge.rule)
     if len(cut) > 1:
         raise ValueError(f"{merge.rule}: it is cut along {len(cut)} dimensions, its ranks cannot be regrouped")
     dim = cut.pop()
@@ -255,8 +257,8 @@ def as_merged(spec: TensorSpec | None) -> tuple[Rule, str] | None:
 
 def _merge(spec: TensorSpec) -> Merge | None:
     """Return how the stored shards form the tensor; None if there are fewer than two."""
-    shards = fragments_of(spec.fragments).shards
-    return Merge(spec.shape, shards, spec.combine) if len(shards) > 1 else None
+    shards = fragments_of(held(spec)).shards
+    return Merge(spec.shape, shards, is_mean(spec)) if len(shards) > 1 else None
 
 
 def _in_whole(shard: Regrouped, merge: Merge, whole: Shape) -> Placement:

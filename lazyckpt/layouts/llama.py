@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.box import Shape
-from ..core.index import Placement
+from ..core.placement import Placement
 from .merge import How, Merge, Rule, concatenated, replicated
 from .merge import Source as RuleSource
 from .tables import pattern

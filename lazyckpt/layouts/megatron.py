@@ -186,6 +186,7 @@ def is_buffer(name: str) -> bool:
 PARTS = (
     ("in_proj", ("z", "x", "B", "C", "dt")),
     ("in_proj", ("query", "key", "value", "z", "beta", "alpha")),
+    ("in_proj", ("query", "key", "value", "g", "gate")),
     ("conv1d", ("x", "B", "C")),
     ("conv1d", ("query", "key", "value")),
 )

@@ -15,8 +15,11 @@ from typing import Any, Literal
 
 from ..core.box import Box, Shape, c_strides
 from ..core.compose import Composed
-from ..core.index import Fragment, Part, Placement
+from ..core.compose import averaged as mean_of
+from ..core.dtypes import DType
 from ..core.names import matcher
+from ..core.placement import Part, Placement
+from ..core.specs import Fragment, TensorSpec
 from ..errors import FormatError
 from .flat_rules import flat_rule, is_flat_rule
 
@@ -63,12 +66,13 @@ class How:
 class Merge:
     """A tensor of ``shape`` made of the ranks' shards.
 
-    ``placements`` holds the placement of each rank's shard. ``how`` is None if there was nothing to decide.
+    ``placements`` holds the placement of each rank's shard. ``is_mean``: the shards are replicas, and their mean is
+    read. ``how`` is None if there was nothing to decide.
     """
 
     shape: Shape
     placements: tuple[Placement, ...]
-    combine: Literal["first", "mean"] = "first"
+    is_mean: bool = False
     how: How | None = None
 
     @property
@@ -86,8 +90,14 @@ class Merge:
         return self if self.how is None else replace(self, how=replace(self.how, by=by, evidence=evidence))
 
     def join(self, shards: Iterable[Sequence[Fragment]]) -> Composed:
-        """Return the tensor's fragments, from the fragments of all shards in rank order."""
+        """Return the fragments of all shards, given in rank order, as those of the tensor."""
         return Composed(tuple(shards), self.placements, merged=True)
+
+    def tensor(self, name: str, dtype: DType, shards: Iterable[Sequence[Fragment]], rule: str = "") -> TensorSpec:
+        """Return the tensor, from the fragments of all shards in rank order."""
+        if self.is_mean:
+            return mean_of(name, self.shape, dtype, tuple(shards), rule)
+        return TensorSpec(name, self.shape, dtype, self.join(shards), rule=rule)
 
 
 # A rule: from the shards' shapes, in rank order, to a Merge. It raises ValueError for shapes that it does not fit.
@@ -106,7 +116,7 @@ def replicated(shapes: Sequence[Shape]) -> Merge:
 def averaged(shapes: Sequence[Shape]) -> Merge:
     """Merge replicas that may have drifted apart: their mean is read (in float32)."""
     _all_equal(shapes)
-    return Merge(shapes[0], (Placement(shapes[0]),) * len(shapes), "mean", How("averaged", len(shapes)))
+    return Merge(shapes[0], (Placement(shapes[0]),) * len(shapes), True, How("averaged", len(shapes)))
 
 
 def concatenated(dim: int) -> Rule:

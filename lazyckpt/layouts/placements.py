@@ -15,7 +15,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..core.box import Box, Shape
-from ..core.index import Part
+from ..core.placement import Part
 
 _MAX_PARTS = 1 << 14  # parts of one rank's array; valid files have a few
 

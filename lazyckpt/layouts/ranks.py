@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..core.index import Mesh, Rank
+from ..core.placement import Mesh, Rank
 from ..errors import MeshError, SelectionError
 
 _AXES = ("tp", "pp", "dp", "ep")

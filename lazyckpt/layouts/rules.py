@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..core.box import Shape
-from ..core.index import Index, TensorSpec
+from ..core.index import Index
+from ..core.specs import TensorSpec
 from .cut import as_merged
 from .families import family_rules
 from .llama import llama_rules

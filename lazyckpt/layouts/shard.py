@@ -19,9 +19,13 @@ from typing import Any
 
 from ..core.box import Shape
 from ..core.compose import compose
+from ..core.expr import leaves
+from ..core.extents import Chunk
 from ..core.flat import interval, joined
-from ..core.index import Chunk, Fragment, Index, Layout, Mesh, Placed, Placement, Rank, TensorSpec, renamed
+from ..core.index import Index, Layout
 from ..core.names import matcher
+from ..core.placement import Mesh, Placed, Placement, Rank
+from ..core.specs import Fragment, TensorSpec, renamed
 from ..errors import FormatError, MeshError, Problem, only_one, some
 from .cut import Known, cut, regrouped
 from .merge import Rule
@@ -282,10 +286,11 @@ def _block(local: str, whole: TensorSpec, placement: Placement, how: str) -> Ten
 
 def _zeros(like: TensorSpec, shape: Shape) -> TensorSpec:
     """Return a tensor of zeros that no file holds."""
-    path = next((f.extent.path for f in like.fragments), "")
+    paths = (f.extent.path for one in leaves(like) if not one.source for f in one.spec.fragments)
+    path = next(paths, "")
     strides = (0,) * len(shape)
     chunk = Chunk(path, like.dtype, shape, strides, 0, fill=bytes(like.dtype.itemsize), present=False)
-    return replace(like, shape=shape, fragments=(Fragment(chunk, shape),))
+    return replace(like, shape=shape, fragments=(Fragment(chunk, shape),), expr=None)
 
 
 def _multiple(args: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 
 from ..errors import DataError, DestinationError, FormatError, MissingFileError, sentences
 from ..formats.huggingface import ties_of
+from ..io.storage.joined import stores_of
+from ..jobs.guard import local_path
 from ..jobs.places import PIECE
 from ..tensor import LazyTensor
 from ..view import CheckpointView
@@ -19,7 +22,7 @@ _EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")  # Meg
 
 
 def to_hf(
-    src: str | os.PathLike[str],
+    src: str | os.PathLike[str] | CheckpointView,
     dst: str | os.PathLike[str],
     *,
     config: str | os.PathLike[str] | None = None,
@@ -37,7 +40,8 @@ def to_hf(
     Parameters
     ----------
     src
-        The checkpoint: anything that `lazyckpt.open` opens.
+        The checkpoint: anything that `lazyckpt.open` opens, or a view. The config.json of a view is that of its
+        ``meta["config"]``, which says what `CheckpointView.layers` and the like changed.
     dst
         The folder to write.
     config
@@ -75,24 +79,60 @@ def to_hf(
     >>> to_hf("runs/fsdp/step_90", "hf", config="base-model", dtype=torch.bfloat16)  # doctest: +SKIP
     >>> transformers.AutoModelForCausalLM.from_pretrained("hf")  # doctest: +SKIP
     """
-    if Path(dst).suffix == ".safetensors":
+    if local_path(dst).suffix == ".safetensors":
         raise DestinationError(f"{os.fspath(dst)} names a file: transformers wants a folder")
-    view = CheckpointView(src)
-    beside = folder_of(src, view.root, config)
+    view, beside = for_transformers(src, config)
     settings = config_in(beside) if beside is not None else {}
-    if view.format.startswith("megatron"):
-        view = _from_megatron(src, view, settings)
+    told = src.meta.get("config") if isinstance(src, CheckpointView) and config is None else None
+    if isinstance(told, Mapping):
+        settings = dict(told)
+    return write_folder(view, dst, beside, settings, dtype, max_shard_size, overwrite)
+
+
+def for_transformers(
+    src: str | os.PathLike[str] | CheckpointView, config: str | os.PathLike[str] | None
+) -> tuple[CheckpointView, Path | None]:
+    """Open the weights of a checkpoint under Hugging Face's names; return them and the folder of its config.json.
+
+    Raises what `to_hf` raises.
+    """
+    if isinstance(src, CheckpointView):
+        view, src = src, stores_of(src._store)[0].root  # of several checkpoints the first one has the configuration
+        beside = folder_of(src, src, config)
+    else:
+        view = CheckpointView(src)
+        beside = folder_of(src, view.root, config)
+        if view.format.startswith("megatron"):
+            view = _from_megatron(src, view, config_in(beside) if beside is not None else {})
     if view.unreadable:
         raise MissingFileError(f"{os.fspath(src)}: {next(iter(view.unreadable.values()))}")
     if not len(view) or view.state not in ("weights", "fp32"):
         raise FormatError(f"{os.fspath(src)} ({view.format}) holds no weights, only {', '.join(view.states)}")
+    return view, beside
+
+
+def write_folder(
+    view: CheckpointView,
+    dst: str | os.PathLike[str],
+    beside: Path | None,
+    settings: dict[str, Any],
+    dtype: torch.dtype | None,
+    max_shard_size: int | str | None,
+    overwrite: bool,
+) -> list[Path]:
+    """Write a view as a folder for transformers, with the small files of the folder ``beside``. Return the files.
+
+    ``settings`` is the content of config.json, which gets the dtype that is written. Raises what `to_hf` raises.
+    """
+    place = local_path(dst)  # other files are copied there, too
     tied = _tied(view, settings)
     part = view.select(lambda name: name not in tied) if tied else view
     dtypes = {dtype or t.dtype for t in part.values() if t.dtype.is_floating_point}
-    check_room_for(beside, MODEL, Path(dst), overwrite)
+    check_room_for(beside, MODEL, place, overwrite)
     written = part.to_safetensors(dst, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
-    changed = {"config.json": _with_dtype(settings, dtypes.pop())} if len(dtypes) == 1 else {}
-    return [*written, *copy(beside, MODEL, Path(dst), changed)]
+    config = _with_dtype(settings, dtypes.pop()) if len(dtypes) == 1 else settings
+    changed = {"config.json": config} if len(dtypes) == 1 or config != _config(beside) else {}
+    return [*map(Path, written), *copy(beside, MODEL, place, changed)]
 
 
 def zero3_to_hf(
@@ -225,6 +265,10 @@ def _same(a: LazyTensor, b: LazyTensor) -> bool:
 
 def _bits(t: LazyTensor) -> torch.Tensor:
     return t[...].reshape(-1).view(torch.uint8)
+
+
+def _config(beside: Path | None) -> dict[str, Any]:
+    return {} if beside is None else config_in(beside)
 
 
 def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -232,11 +232,12 @@ def adapters(
             f"{view.root} has no adapter {adapter!r}"
             + (f"; there is: {', '.join(others)}" if others else ": no name is one of PEFT's")
         )
-    check_room_for(beside, ADAPTER, Path(dst), overwrite)
+    place = local_path(dst)
+    check_room_for(beside, ADAPTER, place, overwrite)
     written = view.select(keys.__contains__).to_safetensors(
-        Path(dst) / "adapter_model.safetensors", names=keys, dtype=dtype, overwrite=overwrite
+        place / "adapter_model.safetensors", names=keys, dtype=dtype, overwrite=overwrite
     )
-    return [*written, *copy(beside, ADAPTER, Path(dst), {})]
+    return [*map(Path, written), *copy(beside, ADAPTER, place, {})]
 
 
 def _key(name: str, adapter: str) -> str | None:

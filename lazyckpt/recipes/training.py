@@ -28,7 +28,7 @@ def fsdp_ranks_to_file(
     dtype: torch.dtype | None = None,
     rules: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-) -> Path:
+) -> Path | str:
     """Merge the rank files of FSDP into one file of whole tensors, in bounded memory and without torch.distributed.
 
     Rank files are accelerate's pytorch_model_fsdp_0_rank0.bin, ..., verl's model_world_size_8_rank_0.pt, ..., and local
@@ -50,7 +50,7 @@ def fsdp_ranks_to_file(
 
     Returns
     -------
-    Path
+    Path, or str for a URL
         The file.
 
     Raises
@@ -79,11 +79,11 @@ def fsdp_ranks_to_file(
     if flat:
         why = next((p for p in view.problems if p.code == "flat-parameter"), "rules= takes its shapes")
         raise FormatError(f"{os.fspath(src)}: what {flat[0]!r} is made of is not known: {why}")
-    path = Path(dst)
-    if path.suffix not in (".safetensors", *TORCH.endings):
-        raise DestinationError(f"{path} is no file of weights: end it with .safetensors or .pt")
-    write = view.to_safetensors if path.suffix == ".safetensors" else view.to_torch
-    (written,) = write(path, dtype=dtype, overwrite=overwrite)
+    ending = Path(dst).suffix
+    if ending not in (".safetensors", *TORCH.endings):
+        raise DestinationError(f"{os.fspath(dst)} is no file of weights: end it with .safetensors or .pt")
+    write = view.to_safetensors if ending == ".safetensors" else view.to_torch
+    (written,) = write(dst, dtype=dtype, overwrite=overwrite)
     return written
 
 

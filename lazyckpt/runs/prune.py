@@ -8,7 +8,10 @@ Trainers do this while they run, by counting folders (transformers/trainer_utils
   that are not a series ("best"), are never removed;
 - an incomplete checkpoint stays unless the caller asks for its removal, because it may still be being written;
 - a checkpoint is first renamed to a hidden name, atomically, so that no reader finds half of one. The next `prune`
-  finishes an interrupted one. A second `prune` in the same folder waits for the first.
+  finishes an interrupted one. A second `prune` in the same folder waits for the first. In a bucket, where nothing can
+  be renamed, a checkpoint gets a marker object first, with which it is not opened;
+- a checkpoint that a delta is made over stays as long as the delta does. With ``thin`` the older checkpoints become
+  deltas (thin.py).
 """
 
 from __future__ import annotations
@@ -16,34 +19,28 @@ from __future__ import annotations
 import json
 import os
 import re
-import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 from ..core.compose import readable
-from ..errors import DestinationError, FormatError, LazyckptError, MissingFileError
+from ..errors import DestinationError, FormatError, LazyckptError
 from ..formats.catalog import OPENERS, Found, find, recorded_step, unfinished
 from ..formats.megatron.files import TRACKER, tracked
 from ..formats.reader import Source
 from ..formats.registry import recognising
-from ..io.storage.fsspec import is_url
-from ..io.storage.local import LocalStore
-from ..io.system import Directory, alone_in
-from ..jobs.guard import local_path
+from ..formats.zarr.documents import JOB
+from ..io.storage.urls import is_remote
 from ..namespace import plain_meta
 from ..view import CheckpointView
+from ..view.bases import ABOUT
+from .folders import LocalFolder, RemoteFolder, RunFolder, alone
+from .thin import CHAIN, Thinned, base_name, finish, forecast, thin_one
 
-_HIDDEN = re.compile(r"\..+\.[0-9a-f]{8}\.pruned")
+_OLDER = "older"
 _POINTERS = ("latest", "latest_universal")  # files whose text is a name
 _LIGHTNING = ("best_model_path", "last_model_path")  # lightning/pytorch/callbacks/model_checkpoint.py `state_dict`
-_TEXT = 4096  # bytes of a pointer, at most
-
-
 _PARTS = re.compile(  # names of files in a checkpoint, also of files that are being written
     r".*\.(?:pt|pth|bin|ckpt|pkl|safetensors|distcp|json|txt|model|jinja|ya?ml|tmp|py)|\.metadata(?:\.tmp)?|latest"
 )
@@ -88,7 +85,9 @@ class Pruned:
     leftovers
         Remains of an interrupted prune, which are removed, too.
     failed
-        A line for each checkpoint that could not be removed.
+        A line for each checkpoint that could not be removed or thinned.
+    thinned
+        The checkpoints that became deltas, or that would.
     """
 
     root: str
@@ -97,11 +96,13 @@ class Pruned:
     keep: tuple[Item, ...]
     leftovers: tuple[Item, ...]
     failed: tuple[str, ...] = ()
+    thinned: tuple[Thinned, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes that are freed, or would be."""
-        return sum(item.nbytes for item in (*self.remove, *self.leftovers))
+        saved = sum(one.before - one.nbytes for one in self.thinned)
+        return saved + sum(item.nbytes for item in (*self.remove, *self.leftovers))
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields and ``nbytes`` as plain objects."""
@@ -111,16 +112,31 @@ class Pruned:
 @dataclass(frozen=True, slots=True)
 class _State:
     """What opening a checkpoint has shown. ``lacks``: why it is incomplete, or "". ``known``: whether it certainly is a
-    checkpoint. ``step``: None if the number in its name may be something else."""
+    checkpoint. ``step``: None if the number in its name may be something else. ``base``: the checkpoint that it is a
+    delta over, None if there is none; ``states``: those that it needs of the base. ``is_delta``: whether it is one."""
 
     step: int | None
     lacks: str
     known: bool
     meta: Mapping[str, Any]
+    base: str | None = None
+    states: tuple[str, ...] = ()
+    is_delta: bool = False
 
 
-def prune(path: str | os.PathLike[str], keep: int, *, delete: bool = False, incomplete: bool = False) -> Pruned:
+def prune(
+    path: str | os.PathLike[str],
+    keep: int,
+    *,
+    delete: bool = False,
+    incomplete: bool = False,
+    thin: bool | Sequence[str] = False,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Pruned:
     """Remove all checkpoints in a folder but the newest complete ones and those that something points to.
+
+    Or thin the others: keep their weights, as deltas over the next newer checkpoint (`lazyckpt.delta`). The run opens
+    as before.
 
     A checkpoint is complete if it opens and no part of a tensor is missing; checking that reads what `lazyckpt.open`
     reads. Only entries of the folder itself are considered, with a name of a series of steps or epochs
@@ -130,13 +146,19 @@ def prune(path: str | os.PathLike[str], keep: int, *, delete: bool = False, inco
     Parameters
     ----------
     path
-        The folder. A URL is refused.
+        The folder, or a URL such as ``s3://bucket/run``.
     keep
         The number of complete checkpoints to keep, at least 1.
     delete
         Remove the checkpoints. By default nothing is changed, and the result says what would be removed.
     incomplete
         Remove incomplete checkpoints, too. Do not use it while a trainer is writing.
+    thin
+        Make deltas of the older checkpoints instead of removing them, which takes folders on a disk. Each delta is read
+        back and compared before files of the old checkpoint are removed. True keeps the weights and their fp32 copies,
+        and drops the moments of the optimizer; names of states (``("weights",)``) keep these.
+    storage_options
+        Credentials and other options for a URL, as for `lazyckpt.open`.
 
     Returns
     -------
@@ -146,7 +168,8 @@ def prune(path: str | os.PathLike[str], keep: int, *, delete: bool = False, inco
     Raises
     ------
     DestinationError
-        ``path`` is a URL, ``keep`` is below 1, or permissions are missing.
+        ``path`` is a URL that is only read, ``keep`` is below 1, or permissions are missing; or ``thin`` is given for a
+        URL.
     MissingFileError
         The folder does not exist.
     FormatError
@@ -154,32 +177,96 @@ def prune(path: str | os.PathLike[str], keep: int, *, delete: bool = False, inco
     """
     if keep < 1:
         raise DestinationError(f"keep={keep}: at least one checkpoint has to stay (remove the folder itself otherwise)")
-    if is_url(os.fspath(path)):
-        raise DestinationError(f"{os.fspath(path)}: only folders of this machine are pruned, not what is behind a URL")
-    root = Path(os.path.abspath(local_path(path)))
-    if not root.is_dir():
-        kind = "is a file, not a folder of checkpoints" if root.exists() else "no such folder"
-        raise MissingFileError(f"{root}: {kind}")
+    text = os.fspath(path)
+    if is_remote(text):
+        if thin:
+            raise DestinationError(
+                f"{text}: thin= takes a folder on a disk; write deltas to a bucket with lazyckpt.delta"
+            )
+        remote = RemoteFolder(text, storage_options)
+        found = _plan(remote, keep, incomplete)[0]
+        return _carry_out(remote, found) if delete else found
+    local = LocalFolder(text)
+    wanted = None if thin is True or not thin else (thin,) if isinstance(thin, str) else tuple(thin)
     if not delete:
-        return _plan(root, keep, incomplete)
-    with alone_in(root) as folder:  # a lock file would be among the checkpoints, which trainers count
-        plan = _plan(root, keep, incomplete)
-        return _carry_out(root, folder, plan)
+        found, states = _plan(local, keep, incomplete)
+        if not thin:
+            return found
+        found, chosen = _to_thin(local, found, states)
+        return replace(found, thinned=forecast(local, [(i.name, i.step or 0, base) for i, base in chosen], wanted))
+    with alone(local) as local.opened:
+        for name in sorted(os.listdir(local.root)):
+            finish(local, name)
+        found, states = _plan(local, keep, incomplete)
+        if not thin:
+            return _carry_out(local, found)
+        found, chosen = _to_thin(local, found, states)
+        return _thin(local, _carry_out(local, found), chosen, states, wanted)
 
 
-def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
-    store = LocalStore(root)
-    found = [f for f in find(store) if f.name and "/" not in f.name]
-    leftovers = [name for name in sorted(os.listdir(root)) if _HIDDEN.fullmatch(name) and not _is_link(root / name)]
+def _to_thin(folder: LocalFolder, plan: Pruned, states: Mapping[str, _State]) -> tuple[Pruned, list[tuple[Item, str]]]:
+    """Return the plan with the older checkpoints kept, and those that are thinned, oldest first, each with its base."""
+    kept, chosen = list(plan.keep), []
+    older = [item for item in plan.remove if item.reason == _OLDER]
+    whole = {name: state for name, state in states.items() if state.step is not None and not state.lacks}
+    gone = {item.name for item in plan.remove if item.reason != _OLDER}
+    for item in older:
+        newer = sorted((s.step or 0, n) for n, s in whole.items() if n not in gone and (s.step or 0) > (item.step or 0))
+        if states[item.name].is_delta:
+            kept.append(replace(item, reason="thinned already"))
+        elif not (folder.root / item.name).is_dir():
+            kept.append(replace(item, reason="a single file: only folders are thinned"))
+        else:
+            chosen.append((item, newer[0][1]))
+    kept.sort(key=lambda item: (item.step or 0, item.name))
+    names = {item.name for item, _ in chosen}
+    removed = tuple(item for item in plan.remove if item.reason != _OLDER)
+    return replace(plan, remove=removed, keep=tuple(i for i in kept if i.name not in names)), chosen
+
+
+def _thin(
+    folder: LocalFolder,
+    plan: Pruned,
+    chosen: Sequence[tuple[Item, str]],
+    states: Mapping[str, _State],
+    wanted: Sequence[str] | None,
+) -> Pruned:
+    below = dict.fromkeys(states, 0)  # deltas over each other that a checkpoint is the base of
+    needed: dict[str, set[str]] = {}  # states that deltas need of a checkpoint
+    for name, state in sorted(states.items(), key=lambda one: one[1].step or 0):
+        if state.base is not None:
+            below[state.base] = max(below.get(state.base, 0), below[name] + 1)
+            needed.setdefault(state.base, set()).update(state.states)
+    done, failed, kept = [], list(plan.failed), list(plan.keep)
+    for item, newer in chosen:
+        base = newer if below[item.name] < CHAIN else ""
+        try:
+            one = thin_one(folder, item.name, item.step or 0, base, wanted, needed.get(item.name, ()))
+        except (LazyckptError, OSError) as e:
+            failed.append(f"{item.name}: {' '.join(str(e).split())}")
+            kept.append(replace(item, reason="could not be thinned"))
+            continue
+        done.append(one)
+        if base:
+            below[base] = max(below[base], below[item.name] + 1)
+            needed.setdefault(base, set()).update(one.states)
+    return replace(plan, deleted=True, keep=tuple(kept), failed=tuple(failed), thinned=tuple(done))
+
+
+def _plan(folder: RunFolder, keep: int, incomplete: bool) -> tuple[Pruned, dict[str, _State]]:
+    store = folder.store
+    leftovers = folder.leftovers()
+    found = [f for f in find(store) if f.name and "/" not in f.name and f.name not in leftovers]
     if not found and not leftovers:
-        raise FormatError(f"{root} has no checkpoints in it that lazyckpt knows: nothing is removed")
+        raise FormatError(f"{folder} has no checkpoints in it that lazyckpt knows: nothing is removed")
     late = unfinished(store, found)
-    looked = [f for f in found if _may_go(root, f)]
+    looked = [f for f in found if _may_go(folder, f)]
     with ThreadPoolExecutor(OPENERS) as pool:
-        states = dict(zip([f.name for f in looked], pool.map(lambda f: _looked_at(root, f, late), looked), strict=True))
+        opened = pool.map(lambda f: _looked_at(folder, f, late), looked)
+        states = dict(zip([f.name for f in looked], opened, strict=True))
     complete = {s.step for s in states.values() if s.step is not None and not s.lacks}
     newest = set(sorted(complete, reverse=True)[:keep])
-    pointed = _pointed(root, found, states)
+    pointed = _pointed(folder, found, states)
     own = recognising(Source(store))
     whole = own is not None and not own.tags  # the files of the folder belong to one checkpoint
     goes: dict[str, bool] = {}
@@ -189,86 +276,66 @@ def _plan(root: Path, keep: int, incomplete: bool) -> Pruned:
         if f.name in pointed:
             goes[f.name], reasons[f.name] = False, pointed[f.name]
         elif state is None or state.step is None or (whole and not f.is_dir and not f.sure):
-            goes[f.name], reasons[f.name] = False, _untouched(root, f)
+            goes[f.name], reasons[f.name] = False, _untouched(folder, f)
         elif state.lacks:
             goes[f.name], reasons[f.name] = incomplete and state.known, f"not complete: {state.lacks}"
         else:
             goes[f.name] = state.step not in newest
-            reasons[f.name] = "older" if goes[f.name] else f"of the newest {keep}"
+            reasons[f.name] = _OLDER if goes[f.name] else f"of the newest {keep}"
+    for name, state in sorted(states.items(), key=lambda one: one[1].step or 0):  # the base of a delta is newer
+        if state.base in goes and not goes[name] and goes[state.base]:
+            goes[state.base], reasons[state.base] = False, f"the base of {name}"
     # an optimizer's file is removed with the model's file of the same step
     files = {f.number: f.name for f in found if not f.is_dir and f.name in states}
     for f in found:
-        if f.side and not f.is_dir and not _is_link(root / f.name) and f.number in files and f.name not in pointed:
+        if f.side and not f.is_dir and not folder.is_link(f.name) and f.number in files and f.name not in pointed:
             model = files[f.number]
             goes[f.name], reasons[f.name] = goes[model], f"with {model}"
     items: dict[bool, list[Item]] = {True: [], False: []}
     steps = {f.name: states[f.name].step if f.name in states else f.number if f.sure or f.side else None for f in found}
     for f in sorted(found, key=lambda f: (steps[f.name] or 0, f.name)):
-        items[goes[f.name]].append(Item(f.name, steps[f.name], _nbytes(root / f.name), reasons[f.name]))
-    rest = tuple(Item(name, None, _nbytes(root / name), "left of a prune that was stopped") for name in leftovers)
-    return Pruned(str(root), False, tuple(items[True]), tuple(items[False]), rest)
+        items[goes[f.name]].append(Item(f.name, steps[f.name], folder.nbytes(f.name), reasons[f.name]))
+    rest = tuple(Item(name, None, folder.nbytes(name), "left of a prune that was stopped") for name in leftovers)
+    return Pruned(str(folder), False, tuple(items[True]), tuple(items[False]), rest), states
 
 
-def _carry_out(root: Path, folder: Directory, plan: Pruned) -> Pruned:
-    """Hide everything to remove, then remove it. ``folder`` is open, so that nothing outside of it is removed if the
-    path is replaced meanwhile. Raises DestinationError if the path is another folder by now."""
-    failed: list[str] = []
-    kept: list[Item] = []
-    hidden = [(item.name, item.name) for item in plan.leftovers]
-    for item in plan.remove:
-        place = f".{item.name[:200]}.{uuid4().hex[:8]}.pruned"
-        _check_same(root, folder)
-        try:
-            os.rename(root / item.name, root / place)
-        except FileNotFoundError:  # another process has removed it
-            continue
-        except OSError as e:
-            failed.append(f"{item.name}: {e.strerror or e}")
-            kept.append(replace(item, reason="could not be removed"))
-            continue
-        hidden.append((item.name, place))
-    for name, place in hidden:
-        try:
-            folder.remove(place)
-        except FileNotFoundError:  # somebody else has removed it
-            continue
-        except OSError as e:
-            failed.append(f"{name} (now {place}): {e.strerror or e}: {e.filename}")
-    gone = tuple(item for item in plan.remove if item.name not in {k.name for k in kept})
-    return replace(plan, deleted=True, remove=gone, keep=(*plan.keep, *kept), failed=tuple(failed))
-
-
-def _check_same(root: Path, folder: Directory) -> None:
-    with suppress(FileNotFoundError):
-        if os.path.samestat(os.stat(root), folder.status()):
-            return
-    raise DestinationError(f"{root}: the folder was replaced by another one while it was pruned: prune it again")
+def _carry_out(folder: RunFolder, plan: Pruned) -> Pruned:
+    names = [item.name for item in plan.remove]
+    failed = folder.remove(names, [item.name for item in plan.leftovers])
+    kept = [replace(item, reason="could not be removed") for item in plan.remove if item.name in failed]
+    gone = tuple(item for item in plan.remove if item.name not in failed)
+    return replace(plan, deleted=True, remove=gone, keep=(*plan.keep, *kept), failed=tuple(failed.values()))
 
 
 # -- the state of checkpoints, and pointers to them
 
 
-def _may_go(root: Path, found: Found) -> bool:
-    return found.numbered and not found.side and not _is_link(root / found.name)
+def _may_go(folder: RunFolder, found: Found) -> bool:
+    return found.numbered and not found.side and not folder.is_link(found.name)
 
 
-def _untouched(root: Path, found: Found) -> str:
-    if _is_link(root / found.name):
+def _untouched(folder: RunFolder, found: Found) -> str:
+    if folder.is_link(found.name):
         return "a link: never touched"
     return "its name is not of a series of steps: never touched"
 
 
-def _looked_at(root: Path, found: Found, late: Mapping[str, str]) -> _State:
+def _looked_at(folder: RunFolder, found: Found, late: Mapping[str, str]) -> _State:
     try:
-        view = CheckpointView(root / found.name, cache=False)
+        view = CheckpointView(folder.path(found.name), cache=False, storage_options=folder.options)
     except LazyckptError as e:
-        return _State(found.number, " ".join(str(e).split()), _like_checkpoint(root / found.name), {})
+        return _State(found.number, " ".join(str(e).split()), _like_checkpoint(folder, found), {})
     step = recorded_step(plain_meta(view))
     if not found.is_dir and not found.sure and step is None and found.name.lower().startswith("model"):
         return _State(None, "", True, plain_meta(view))  # model_3.pt may also be the third of three models
-    return _State(
-        found.number if found.sure or step is None else step, _lacks(found, view, late), True, plain_meta(view)
-    )
+    step = found.number if found.sure or step is None else step
+    state = _State(step, _lacks(found, view, late), True, plain_meta(view))
+    if ABOUT not in view.kept:
+        return state
+    base = base_name(view, folder)
+    tables = view.kept[ABOUT][1].states.items()
+    needs = tuple(name for name, table in tables if any(entry.how != "whole" for entry in table.values()))
+    return replace(state, base=base, states=needs, is_delta=True)
 
 
 def _lacks(found: Found, view: CheckpointView, late: Mapping[str, str]) -> str:
@@ -283,30 +350,24 @@ def _lacks(found: Found, view: CheckpointView, late: Mapping[str, str]) -> str:
     return "" if any(map(len, view.states.values())) else "there is no tensor in it"
 
 
-def _like_checkpoint(path: Path) -> bool:
+def _like_checkpoint(folder: RunFolder, found: Found) -> bool:
     """Return whether all files look like those of a checkpoint: a folder that cannot be opened may be another thing."""
-    if not path.is_dir():
-        return True  # a file of tensors with a name of a series
-    return all(_PARTS.fullmatch(name) for _, _, names in os.walk(path) for name in names)
+    return all(_PARTS.fullmatch(name) or name == JOB for name in folder.files(found.name))
 
 
-def _pointed(root: Path, found: list[Found], states: Mapping[str, _State]) -> dict[str, str]:
+def _pointed(folder: RunFolder, found: list[Found], states: Mapping[str, _State]) -> dict[str, str]:
     """Return the names that something points to -> what points to them."""
-    pointed = [(_text(root / pointer).partition("/")[0], f"named by {pointer}") for pointer in _POINTERS]
-    number = tracked(Source(LocalStore(root)))
+    pointed = [(folder.text(pointer).partition("/")[0], f"named by {pointer}") for pointer in _POINTERS]
+    number = tracked(Source(folder.store))
     if number is not None:
         pointed.append((f"iter_{number:07d}", f"named by {TRACKER}"))
-    real = os.path.realpath(root)
-    for name in sorted(os.listdir(root)):
-        if _is_link(root / name):
-            inner = os.path.relpath(os.path.realpath(root / name), real)
-            pointed.append((inner.partition(os.sep)[0], f"the link {name} leads to it"))
+    pointed += [(inner, f"the link {name} leads to it") for name, inner in folder.links()]
     newest = sorted(states, key=lambda name: (states[name].step or 0, name), reverse=True)
     metas = [states[name].meta for name in newest]
     trainers = [m["trainer_state"] for m in metas if isinstance(m.get("trainer_state"), Mapping)]
     pointed += [  # only the newest state: older ones name the best checkpoint of their time
         (_last(state.get("best_model_checkpoint")), "the best, as trainer_state.json says")
-        for state in (*trainers[:1], _json(root / "trainer_state.json"))
+        for state in (*trainers[:1], _json(folder.read("trainer_state.json")))
     ]
     callbacks = [m["callbacks"] for m in metas if isinstance(m.get("callbacks"), Mapping)]
     states_of = [c for c in callbacks[0].values() if isinstance(c, Mapping)] if callbacks else []
@@ -315,23 +376,10 @@ def _pointed(root: Path, found: list[Found], states: Mapping[str, _State]) -> di
     return {name: why for name, why in reversed(pointed) if name in names}
 
 
-def _is_link(path: Path) -> bool:
-    return path.is_symlink()
-
-
-def _text(path: Path) -> str:
-    """Return the text of a pointer; "" if there is none."""
+def _json(text: bytes) -> Mapping[str, Any]:
     try:
-        with path.open("rb") as file:
-            return file.read(_TEXT).decode("utf-8", "replace").strip()
-    except (FileNotFoundError, IsADirectoryError):
-        return ""
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (FileNotFoundError, IsADirectoryError, ValueError, RecursionError):
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -339,16 +387,3 @@ def _json(path: Path) -> Mapping[str, Any]:
 def _last(path: object) -> str:
     """Return the last name of a path, which may be a path of another machine."""
     return path.rstrip("/").rpartition("/")[2] if isinstance(path, str) else ""
-
-
-def _nbytes(path: Path) -> int:
-    """Return the bytes of the files of a checkpoint, without links."""
-    if path.is_symlink():
-        return 0
-    paths = [path] if path.is_file() else [Path(folder, n) for folder, _, names in os.walk(path) for n in names]
-    total = 0
-    for each in paths:
-        with suppress(FileNotFoundError):  # another process removes it meanwhile
-            info = each.lstat()
-            total += info.st_size if stat.S_ISREG(info.st_mode) else 0
-    return total

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..core.compose import Layer, readable, stack
+from ..core.compose import Layer, is_mean, readable, stack
 from ..core.dtypes import BOOL, F64, DType, dtype_of
-from ..core.index import Index, TensorSpec
+from ..core.index import Index
+from ..core.specs import TensorSpec
 from ..errors import Problem, only_one, some
 from ..view import CheckpointView
 
@@ -155,7 +156,7 @@ def _alike(layers: Sequence[Layer]) -> tuple[list[Layer], list[str]]:
     newest = kept[-1].spec
     for what, same in (
         (f"the shape is another than {list(newest.shape)}", lambda s: s.shape == newest.shape),
-        ("replicas are averaged at some steps only, not", lambda s: s.combine == newest.combine),
+        ("replicas are averaged at some steps only, not", lambda s: is_mean(s) == is_mean(newest)),
         (f"torch has no common dtype with {newest.dtype.short}", lambda s: _common(s.dtype, newest.dtype)),
     ):
         odd = [x.step for x in kept if not same(x.spec)]

@@ -14,8 +14,9 @@ from ..inspect.manifest import Digest
 from ..inspect.report import Finding, Report
 from ..inspect.verify.examine import Level, against_manifest, examine
 from ..inspect.verify.values import PARAMETERS
-from ..io.storage.fsspec import is_url
+from ..io.storage.urls import is_url
 from ..view import CheckpointView
+from .delta import recorded_digest
 from .view import RunView
 
 
@@ -122,7 +123,8 @@ def _opened(path: str | os.PathLike[str], options: Mapping[str, Any] | None) -> 
     try:
         return CheckpointView(path, storage_options=options)
     except FormatError:
-        if not is_url(os.fspath(path)) and not Path(path).is_dir():
+        archive = os.fsdecode(path).lower().endswith((".tar", ".zip"))
+        if not (is_url(os.fspath(path)) or archive or Path(path).is_dir()):
             raise
         try:
             run = RunView(path, storage_options=options)
@@ -137,6 +139,8 @@ def _checked(
     view: CheckpointView, level: Level, manifest: Digest | None, executor: Any, memory: int | str | None, progress: Any
 ) -> Report:
     report = examine(view, level, executor, memory, progress)
+    if manifest is None and level != "quick":
+        manifest = recorded_digest(view)
     if manifest is None:
         return report
     pairs = _paired(manifest, view)

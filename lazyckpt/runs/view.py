@@ -8,18 +8,19 @@ indexed steps and elements.
 from __future__ import annotations
 
 import os
-from collections.abc import ItemsView, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Mapping, Sequence, ValuesView
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
 import torch
 
-from ..core.fragments import fragments_of
+from ..core.compose import steps_of
 from ..core.index import Index
 from ..core.names import natural
 from ..core.units import plural
+from ..derive.arithmetic import average
 from ..errors import (
     DataError,
     FormatError,
@@ -31,20 +32,23 @@ from ..errors import (
     sentences,
     some,
 )
+from ..formats.archives import locate
 from ..formats.catalog import OPENERS, Found, find, recorded_step, unfinished
+from ..formats.orbax.steps import temporary
+from ..formats.shared.announce import listing
 from ..io.storage.base import Store, closed_error
-from ..io.storage.fsspec import is_url, split_url
-from ..io.storage.local import split
+from ..io.storage.joined import Joined
 from ..namespace import plain_meta
 from ..show.html import view_html
 from ..tensor import LazyTensor
-from ..view import CheckpointView
+from ..view import CheckpointView, view_of, within
 from .stacking import Checkpoint, Stacks, at, stacked
 
 if TYPE_CHECKING:
     import xarray as xr
 
     from ..show.plot import RunPlots, StepPlots
+    from ..show.updates import RunUpdates
 
 
 class StepTensor(LazyTensor):
@@ -61,7 +65,7 @@ class StepTensor(LazyTensor):
     @property
     def steps(self) -> tuple[int, ...]:
         """The coordinates of the first dimension: the step of each entry, in order."""
-        steps = fragments_of(self.spec.fragments).steps
+        steps = steps_of(self.spec)
         return steps if self._selection is None else tuple(steps[int(n)] for n in self._selection.axes[0])
 
     @property
@@ -122,8 +126,7 @@ class RunView(CheckpointView):
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         text = os.fspath(path)
-        store: Store
-        store, name = split_url(text, storage_options) if is_url(text) else split(path)
+        store, name = locate(os.fsdecode(text), storage_options)
         if name:
             raise FormatError(f"{text} is a file: a run is the folder of its checkpoints")
         found = find(store)
@@ -223,6 +226,79 @@ class RunView(CheckpointView):
             raise TensorNotFoundError(f"step {step} has no tensors of this part of the run")
         return part
 
+    def mean(
+        self, steps: Iterable[int] | None = None, *, missing: Literal["error", "skip", "keep"] = "error"
+    ) -> CheckpointView:
+        """Return the mean of the tensors over steps, as a lazy view of one checkpoint. Reads nothing.
+
+        Reading takes one pass over the steps' bytes of what is read, and holds a piece of one step at a time.
+
+        Parameters
+        ----------
+        steps
+            Some of `steps`, such as ``run.steps[-5:]``. By default all.
+        missing
+            What to do with names that a step lacks: see `lazyckpt.mean`.
+
+        Returns
+        -------
+        CheckpointView
+            The view, with the metadata of the last step.
+
+        Raises
+        ------
+        MissingFileError
+            There is no such step.
+        DataError
+            What `lazyckpt.mean` raises.
+        """
+        return self._averaged(steps, None, missing)
+
+    def ema(
+        self,
+        decay: float,
+        steps: Iterable[int] | None = None,
+        *,
+        missing: Literal["error", "skip", "keep"] = "error",
+    ) -> CheckpointView:
+        """Return the exponential moving average of the tensors over steps, as a lazy view. Reads nothing.
+
+        It begins with the first step, and becomes ``decay * average + (1 - decay) * step`` with each further one. It is
+        computed as one weighted sum.
+
+        Parameters
+        ----------
+        decay
+            How much of the average each step leaves, from 0 to 1.
+        steps, missing
+            The same as for `mean`.
+
+        Returns
+        -------
+        CheckpointView
+            The view, with the metadata of the last step.
+
+        Raises
+        ------
+        DataError
+            ``decay`` is not between 0 and 1, or what `lazyckpt.mean` raises.
+        MissingFileError
+            There is no such step.
+        """
+        if not 0 <= decay <= 1:
+            raise DataError(f"decay={decay}: it is between 0 and 1")
+        return self._averaged(steps, decay, missing)
+
+    def _averaged(
+        self, steps: Iterable[int] | None, decay: float | None, missing: Literal["error", "skip", "keep"]
+    ) -> CheckpointView:
+        chosen = sorted(set(self.steps if steps is None else steps))
+        weights = None
+        if decay is not None:
+            weights = [(1 - decay if n else 1.0) * decay ** (len(chosen) - 1 - n) for n in range(len(chosen))]
+        store, index = average([self.at(step) for step in chosen], weights, missing, like=-1)
+        return view_of(store, index, next(iter(index.states)), ())
+
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None, widen: bool = True) -> xr.DataTree:
         """Return the run as an `xarray.DataTree` whose variables have the first dimension "step", with the steps as
         coordinates. Reads nothing.
@@ -246,6 +322,46 @@ class RunView(CheckpointView):
         from ..interop.xarray import steps_tree as tree
 
         return tree(cast(Run, self), chunks, widen=widen)
+
+    def updates(  # type: ignore[override]  # of several checkpoints
+        self,
+        name: str | None = None,
+        *,
+        steps: Iterable[int] | None = None,
+        optimizer: str | Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> RunUpdates:
+        """Return what the optimizer's last step before each checkpoint added to the weights. Reads no tensor data.
+
+        `CheckpointView.updates` says how updates are computed.
+
+        Parameters
+        ----------
+        name
+            A name, a prefix of names or a glob. By default all parameters.
+        steps
+            Some of `steps`. By default all.
+        optimizer, **options
+            The same as for `CheckpointView.updates`, for all steps.
+
+        Returns
+        -------
+        RunUpdates
+            A mapping from steps to `Updates`. ``table()`` has a row for each step and parameter, ``table().layers`` for
+            each step and layer, and ``plot()`` draws them as a heat map. Steps that cannot be used are in ``problems``.
+
+        Raises
+        ------
+        DataError
+            No checkpoint has optimizer states of these tensors, or there is no such option or optimizer.
+        MissingFileError
+            There is no such step.
+        """
+        from ..show.updates import of_run
+
+        chosen = self.steps if steps is None else sorted(set(steps))
+        views = ((step, self.at(step)) for step in chosen)
+        return of_run(views, name, optimizer=optimizer, **options)
 
     @property
     def plot(self) -> RunPlots:
@@ -318,7 +434,8 @@ class Line:
     def __init__(
         self, store: Store, found: tuple[Found, ...], given: dict[str, int], options: Mapping[str, Any] | None
     ) -> None:
-        self.store, self.found, self.given, self.options = store, found, given, options
+        self.store, self.found, self.given = store, found, given
+        self.options = store.options if store.is_remote else options
         self._opened: dict[str, CheckpointView | LazyckptError] = {}
         self.closed = False
 
@@ -342,7 +459,9 @@ class Line:
             try:
                 # the files of a run beside it must not be taken for more of it
                 form = "huggingface" if found.here else None
-                view = CheckpointView(self.path(found), format=form, cache=False, storage_options=self.options)
+                where = self.store.address(found.name)
+                view = CheckpointView(where, format=form, cache=False, storage_options=self.options)
+                view = within(view, self.store)
             except LazyckptError as e:
                 view = e
             self._opened[found.name] = view
@@ -365,7 +484,7 @@ class Line:
             with suppress(LazyckptError):  # `open` keeps the error, which becomes a problem later
                 self.open(one)
 
-        with ThreadPoolExecutor(OPENERS) as pool:
+        with ThreadPoolExecutor(max(OPENERS, self.store.width)) as pool:
             list(pool.map(quietly, found))
 
     @cached_property
@@ -406,6 +525,7 @@ class Line:
         table, problems = self.table, list(self._ordered[1])
         self._open_all([found[0] for found in table.values()])
         late = unfinished(self.store, self.found)
+        problems += temporary(listing(self.store), {"step": max(table, default=-1)})
         checkpoints: list[Checkpoint] = []
         notes: dict[Problem, list[int]] = {}
         for step, found in table.items():
@@ -417,6 +537,13 @@ class Line:
                     problems.append(Problem("skipped-checkpoint", line, one.name))
                     continue
                 name = one.name or "."
+                if isinstance(view._store, Joined):
+                    line = (
+                        f"step {step}: {name} is a delta over a checkpoint outside of the run, run.at({step}) reads it"
+                    )
+                    problems.append(Problem("skipped-checkpoint", line, one.name))
+                    break
+                self.store.io.include(view.io)
                 checkpoints.append(Checkpoint(step, name, view.root[len(self.store.root) :].lstrip("/"), view))
                 others = [other.name or "." for other in found[n + 1 :]]
                 if others:
@@ -453,7 +580,9 @@ class Line:
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Line, (self.store, self.found, self.given, self.options), {"opened": self.opened, "table": self.table}
+        # options may hold credentials, which pickles of stores leave out
+        options = None if self.store.is_remote else self.options
+        return Line, (self.store, self.found, self.given, options), {"opened": self.opened, "table": self.table}
 
     def __setstate__(self, known: Mapping[str, Any]) -> None:
         self.__dict__.update(known)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ..core.units import human_bytes, human_count, plural
 from ..errors import printable
 from ..formats.catalog import recorded_step
+from ..formats.dcp.objects import Meta
 from ..io.containers.pickle.records import Opaque, short
 from ..namespace import Namespace, plain_meta
 from .outline import outline
@@ -57,12 +58,13 @@ def facts_of(view: Namespace[Any]) -> list[tuple[str, str]]:
 
 
 def loss_of(meta: Mapping[str, Any]) -> tuple[str, float] | None:
-    """Return the path and the value of the first loss in the metadata; a list is searched from its end.
+    """Return the path and the value of the first loss in the metadata; a list is searched from its end. Items of very
+    many objects are left out.
 
     >>> loss_of({"epoch": 2, "trainer_state": {"log_history": [{"loss": 3.5}, {"loss": 2.25}, {"eval_runtime": 1.0}]}})
     ('trainer_state.log_history.1.loss', 2.25)
     """
-    left: list[tuple[tuple[str, ...], Any]] = [((), meta)]
+    left: list[tuple[tuple[str, ...], Any]] = [((), meta.outline() if isinstance(meta, Meta) else meta)]
     for _ in range(_LOOKED_AT):
         if not left:
             return None

@@ -12,8 +12,10 @@ from math import ceil
 from typing import NamedTuple
 
 from ..core.box import Box
+from ..core.extents import Hole
 from ..core.fragments import fragment_boxes, fragments_of
-from ..core.index import Fragment, Hole, Rank
+from ..core.placement import Rank
+from ..core.specs import Fragment
 from ..errors import some
 from ..lazy import LazyArray
 
@@ -71,9 +73,9 @@ def holders(t: LazyArray) -> tuple[Holder, ...]:
 def _fragments(t: LazyArray) -> list[Fragment]:
     hull = t._sel.hull
     if hull == Box.of(t.spec.shape):
-        return list(t.spec.fragments)
+        return list(t.fragments)
     want = tuple(range(a, b) for a, b in zip(hull.start, hull.stop, strict=True))
-    return list(fragments_of(t.spec.fragments).meeting(want))
+    return list(fragments_of(t.fragments).meeting(want))
 
 
 def _holders(fragments: Sequence[Fragment]) -> list[Holder]:

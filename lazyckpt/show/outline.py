@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from ..core.box import Shape
 from ..core.dtypes import DType
-from ..core.index import TensorSpec, kind_of, marks_of
 from ..core.names import Same, natural
+from ..core.specs import TensorSpec, kind_of, marks_of
 from ..namespace import Namespace
 
 LEVELS = 100  # maximum depth, because the tree is walked by recursion; deeper levels share one label

@@ -61,7 +61,7 @@ class TensorPlots:
         import_matplotlib()
         found = stats_of(self._tensor, bins)
         assert found.histogram is not None  # because bins were given
-        ax = _axes() if ax is None else ax
+        ax = axes_of() if ax is None else ax
         ax.stairs(found.histogram.counts, found.histogram.edges, fill=True)
         lines = [_title(self._tensor)]
         odd = {"NaN": found.nan, "+Inf": found.posinf, "-Inf": found.neginf}
@@ -89,7 +89,7 @@ class TensorPlots:
         """
         import_matplotlib()
         values = singular_values(self._tensor)
-        ax = _axes() if ax is None else ax
+        ax = axes_of() if ax is None else ax
         ax.plot(range(1, len(values) + 1), values.tolist())
         largest = float(values[0]) if len(values) else 0.0
         if largest > 0:
@@ -121,7 +121,7 @@ class TensorPlots:
         from matplotlib.patches import Patch, Rectangle
 
         drawn = drawing(self._tensor)
-        ax = _axes() if ax is None else ax
+        ax = axes_of() if ax is None else ax
         labels = sorted({h.label for h in drawn.holders}, key=natural)
         colours = _colours(labels)
         (top, bottom), (left, right) = drawn.rows, drawn.cols
@@ -139,11 +139,11 @@ class TensorPlots:
         if drawn.row_dim is None:
             ax.set_yticks([])
         if 1 < len(labels) <= _LEGEND:
-            patches = [Patch(color=colours[label], label=_short(label)) for label in labels]
+            patches = [Patch(color=colours[label], label=short(label)) for label in labels]
             ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
         notes = []
         if len(labels) > _LEGEND:
-            notes.append(f"{len(labels):,} ranks, from {_short(labels[0])} to {_short(labels[-1])}")
+            notes.append(f"{len(labels):,} ranks, from {short(labels[0])} to {short(labels[-1])}")
         if any(cell.missing for cell in drawn.cells):
             notes.append("hatched: its file is missing")
         if drawn.merged:
@@ -193,10 +193,10 @@ class StepPlots(TensorPlots):
         for n in range(len(steps)):
             one = self._tensor.lazy[n]
             values.append(_value(quantity(one[...])) if callable(quantity) else getattr(stats_of(one), str(column)))
-        ax = _axes() if ax is None else ax
+        ax = axes_of() if ax is None else ax
         ax.plot(steps, values, marker="o", label=_plain(printable(self._tensor.name)))
         what = getattr(quantity, "__name__", "quantity") if callable(quantity) else _QUANTITY.get(quantity, quantity)
-        ax.set(title=_short(self._tensor.name), xlabel="step", ylabel=what)
+        ax.set(title=short(self._tensor.name), xlabel="step", ylabel=what)
         return ax
 
 
@@ -259,14 +259,14 @@ class ViewPlots:
             if mark:
                 marks.append((*at, mark))
         size = (2.5 + 0.45 * min(len(kinds), _TICKS), 3 + 0.2 * min(len(rows), _TICKS))
-        ax = _axes(size) if ax is None else ax
+        ax = axes_of(size) if ax is None else ax
         positive = norms[(norms > 0) & norms.isfinite()]
         scale = LogNorm(float(positive.min()), float(positive.max())) if len(positive) else None
         image = ax.imshow(norms.numpy(), aspect="auto", interpolation="nearest", norm=scale)
         for r, k, mark in marks:
             ax.text(k, r, mark, ha="center", va="center", color="white", backgroundcolor="red", fontsize="x-small")
-        _ticks(ax.set_yticks, [str(row) if row is not None else "-" for row in rows], {})
-        _ticks(ax.set_xticks, _kind_labels(kinds), {"rotation": 45, "ha": "right", "rotation_mode": "anchor"})
+        place_ticks(ax.set_yticks, [str(row) if row is not None else "-" for row in rows], {})
+        place_ticks(ax.set_xticks, kind_labels(kinds), {"rotation": 45, "ha": "right", "rotation_mode": "anchor"})
         ax.set(title="L2 norms", ylabel="layer")
         bar = ax.figure.colorbar(image, ax=ax)
         bar.set_label("L2 norm")
@@ -312,7 +312,7 @@ def import_matplotlib() -> Any:
     return plt
 
 
-def _axes(size: tuple[float, float] | None = None) -> Any:
+def axes_of(size: tuple[float, float] | None = None) -> Any:
     """Return the Axes of a new figure; the constrained layout makes room for its labels."""
     return import_matplotlib().subplots(figsize=size, layout="constrained")[1]
 
@@ -342,13 +342,13 @@ def _is_number(part: str) -> bool:
     return part.isascii() and part.isdigit() and len(part) < 10
 
 
-def _kind_labels(kinds: list[str]) -> list[str]:
+def kind_labels(kinds: list[str]) -> list[str]:
     """Shorten each kind to the part after the layer's number where that part is unique."""
     tails = [kind.partition("*")[2].lstrip(".") or kind for kind in kinds]
-    return [_short(t if tails.count(t) == 1 else k) for t, k in zip(tails, kinds)]
+    return [short(t if tails.count(t) == 1 else k) for t, k in zip(tails, kinds)]
 
 
-def _ticks(place: Callable[..., Any], labels: list[str], style: dict[str, Any]) -> None:
+def place_ticks(place: Callable[..., Any], labels: list[str], style: dict[str, Any]) -> None:
     """Place at most ``_TICKS`` of the labels."""
     step = -(-len(labels) // _TICKS) or 1
     place(range(0, len(labels), step), labels=labels[::step], **style)
@@ -371,14 +371,14 @@ def _roomy(cell: Cell, rows: tuple[int, int], cols: tuple[int, int]) -> bool:
 
 def _holder_text(cell: Cell) -> str:
     more = f" +{len(cell.holders) - 1} more" if len(cell.holders) > 1 else ""
-    return _short(cell.holders[0].label) + more
+    return short(cell.holders[0].label) + more
 
 
 def _title(t: LazyArray) -> str:
-    return f"{_short(t.name)}  {t.spec.dtype.short} [{', '.join(map(str, t.shape))}]"
+    return f"{short(t.name)}  {t.spec.dtype.short} [{', '.join(map(str, t.shape))}]"
 
 
-def _short(text: str) -> str:
+def short(text: str) -> str:
     """Shorten a text to its end, which is more specific than its beginning."""
     text = printable(text)
     return _plain(text if len(text) <= _LABEL else "\N{HORIZONTAL ELLIPSIS}" + text[1 - _LABEL :])

@@ -10,12 +10,12 @@ from importlib import import_module
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..core.index import TensorSpec
 from ..core.names import natural, shortened
+from ..core.specs import TensorSpec
 from ..core.units import human_bytes, human_count, plural
 from ..errors import DataError, and_more, printable
 from ..formats.catalog import recorded_step
-from ..lazy import LazyArray, shape_of
+from ..lazy import LazyArray, requests_of, shape_of
 from ..namespace import Namespace, plain_meta
 from .about import loss_of
 from .outline import Node, chain, outline
@@ -157,19 +157,23 @@ def explain(view: Namespace[Any]) -> str:
     """Describe the states, problems and files of a view, and the number of bytes that reading all of it takes."""
     per_file: dict[str, int] = {}
     left, uncounted = _COUNTED, 0
+    counted: list[LazyArray] = []
     for name in {view.owner(n): n for n in view}.values():
         fragments = view[name].fragments
         if len(fragments) > left:
             uncounted += len(fragments)
             continue
         left -= len(fragments)
+        counted.append(view[name])
         for fragment in fragments:
             per_file[fragment.extent.path] = per_file.get(fragment.extent.path, 0) + 1
     lines = [summary(view), f"root: {printable(view.root)}"]
     sizes = {printable(state): (plural(len(v), "tensor"), human_bytes(v.nbytes)) for state, v in view.states.items()}
     lines += [f"state {state}: {count}, {size}" for state, (count, size) in sizes.items()]
     lines += [f"problem: {printable(p)}" for p in oddities(view)]
-    lines.append(f"reading this view takes {human_bytes(view.nbytes)} from {plural(len(per_file), 'file')}:")
+    cost = requests_of(counted)
+    asked = "" if cost is None else f" ({cost.nbytes:,} bytes read in {plural(cost.requests, 'request')})"
+    lines.append(f"reading this view takes {human_bytes(view.nbytes)} from {plural(len(per_file), 'file')}{asked}:")
     infos = view.files
     for path, count in sorted(per_file.items(), key=lambda item: natural(item[0]))[:50]:
         size = human_bytes(infos[path].size) if path in infos else "missing"
@@ -177,7 +181,8 @@ def explain(view: Namespace[Any]) -> str:
     if len(per_file) > 50:
         lines.append(f"  {and_more(len(per_file) - 50, 'files')}")
     if uncounted:
-        lines.append(f"  {uncounted:,} fragments of arrays with many chunks are not counted")
+        requests = "" if cost is None else ", nor are the requests for them"
+        lines.append(f"  {uncounted:,} fragments of arrays with many chunks are not counted{requests}")
     return "\n".join(lines)
 
 

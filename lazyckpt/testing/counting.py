@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 from ..core.index import FileInfo
+from ..core.requests import Ints
 from ..io.storage.base import Buffer, Entry, Store
 from ..io.storage.local import LocalStore, split
+from ..io.storage.traffic import Traffic
 from ..view import CheckpointView
 
 __all__ = ["CountingStore", "Counts", "Request", "opened"]
@@ -68,6 +71,8 @@ class Counts:
 class CountingStore:
     """A wrapper that forwards reads to ``inner`` and counts them. ``gap`` is the gap that it reports."""
 
+    is_remote = False  # reads are planned as for a local store
+
     def __init__(self, inner: Store, counts: Counts | None = None, gap: int = 0) -> None:
         self.inner = inner
         self.counts = Counts() if counts is None else counts
@@ -77,6 +82,9 @@ class CountingStore:
     @property
     def root(self) -> str:
         return self.inner.root
+
+    def address(self, name: str) -> str:
+        return self.inner.address(name)
 
     @property
     def key(self) -> str:
@@ -89,6 +97,22 @@ class CountingStore:
     @property
     def gap(self) -> int:
         return self._gap
+
+    @property
+    def width(self) -> int:
+        return self.inner.width
+
+    @property
+    def joins(self) -> bool:
+        return False  # every read is counted
+
+    @contextmanager
+    def holding(self, wanted: Mapping[str, tuple[Ints, Ints]]) -> Iterator[None]:
+        yield
+
+    @property
+    def io(self) -> Traffic:
+        return self.inner.io
 
     def pinned(self, pins: Mapping[str, FileInfo]) -> CountingStore:
         self.counts.made += 1
@@ -134,11 +158,11 @@ def opened(path: str | os.PathLike[str], *, gap: int = 0, **options: Any) -> tup
     """
     counts = Counts()
 
-    def counted(where: str | os.PathLike[str]) -> tuple[CountingStore, str]:
+    def counted(where: str | os.PathLike[str], io: str = "auto") -> tuple[CountingStore, str]:
         store: LocalStore
-        store, name = split(where)
+        store, name = split(where, io)
         return CountingStore(store, counts, gap), name
 
-    with mock.patch("lazyckpt.formats.opening.split", counted):
+    with mock.patch("lazyckpt.formats.archives.split", counted):
         view = CheckpointView(path, **{"cache": False, **options})
     return view, counts

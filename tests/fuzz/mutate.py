@@ -11,6 +11,7 @@ import json
 import pickletools
 import random
 import struct
+import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -227,6 +228,51 @@ def of_zips(rng: random.Random, seeds: Seeds) -> bytes:
     return raw_zip(entries, comment=rng.choice((b"", b"", b"x", b"PK\5\6" + bytes(18))))
 
 
+# -- tars
+
+
+_FIELDS = ((0, 100), (124, 12), (156, 1), (157, 100), (257, 8), (345, 155))  # name, size, kind, link, magic, prefix
+
+
+def of_tars(rng: random.Random, seeds: Seeds) -> bytes:
+    """Change a field of a header, keeping its checksum right, or bytes of members, or their order."""
+    data = bytearray(rng.choice(seeds))
+    if rng.random() < 0.25:
+        return of_bytes(rng, [bytes(data)])
+    try:
+        with tarfile.open(fileobj=io.BytesIO(data), mode="r:") as archive:
+            found = archive.getmembers()
+    except tarfile.TarError:
+        found = []
+    starts = [block for member in found for block in range(member.offset, member.offset_data, 512)]
+    if not starts:
+        return of_bytes(rng, [bytes(data)])
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        at = rng.choice(starts)
+        offset, length = rng.choice(_FIELDS)
+        n = number(rng) & (1 << 80) - 1
+        match length:
+            case 12:
+                value = rng.choice(
+                    (b"%011o\0" % (n % (1 << 33)), b"\x80" + (n % (1 << 88)).to_bytes(11, "big"), b"-1\0", b"\xff" * 12)
+                )
+            case 1:
+                value = bytes([rng.choice(b"01234567xgLKSDMVXN\0QA")])
+            case 8:
+                value = rng.choice((b"ustar  \0", b"ustar\00000", bytes(8)))
+            case _:
+                value = rng.choice(
+                    (b"", b"../x", b"/x", b"a/../../x", b"run/sub", b"config.json", b"run/", b".", b"\xff" * 90)
+                )
+        data[at + offset : at + offset + length] = value.ljust(length, b"\0")[:length]
+        data[at + 148 : at + 156] = b" " * 8
+        data[at + 148 : at + 156] = b"%06o\0 " % sum(data[at : at + 512])
+    if rng.random() < 0.2:
+        end = rng.choice(starts)
+        return bytes(data[:end] + rng.choice((b"", bytes(512), bytes(data[rng.choice(starts) :]))))
+    return bytes(data)
+
+
 def _members(seed: bytes) -> dict[str, bytes]:
     with zipfile.ZipFile(io.BytesIO(seed)) as archive:
         for info in archive.infolist():  # torch may have written no checksums
@@ -431,5 +477,5 @@ def of_packed(rng: random.Random, seeds: Seeds) -> bytes:
 
 GRAMMARS: dict[str, Mutator] = {
     "bytes": of_bytes, "pickle": of_pickles, "zip": of_zips, "json": of_json, "lines": of_lines, "text": of_texts,
-    "safetensors": of_safetensors, "packed": of_packed,
+    "safetensors": of_safetensors, "tar": of_tars, "packed": of_packed,
 }  # fmt: skip

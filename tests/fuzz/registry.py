@@ -3,7 +3,39 @@
 from __future__ import annotations
 
 from .contract import Target
-from .targets import cache, codecs, dcp, documents, folders, jobs, names, pickles, safetensors, torch_files, zarr
+from .targets import (
+    archives,
+    cache,
+    codecs,
+    dcp,
+    deltas,
+    documents,
+    folders,
+    gguf_files,
+    jobs,
+    names,
+    orbax,
+    pickles,
+    safetensors,
+    torch_files,
+    zarr,
+)
 
-MODULES = (pickles, torch_files, dcp, safetensors, zarr, codecs, documents, folders, jobs, cache, names)
+MODULES = (
+    pickles,
+    torch_files,
+    dcp,
+    safetensors,
+    zarr,
+    gguf_files,
+    codecs,
+    documents,
+    folders,
+    jobs,
+    cache,
+    names,
+    archives,
+    deltas,
+    orbax,
+)
 TARGETS: dict[str, Target] = {target.name: target for module in MODULES for target in module.TARGETS}

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from ...core.dtypes import FROM_SAFETENSORS
-from ...core.index import FileInfo, Index, Mesh, TensorSpec
+from ...core.index import FileInfo, Index
+from ...core.placement import Mesh
+from ...core.specs import TensorSpec
 from ...errors import LazyckptError, restored
 from ...io.containers.safetensors import read_safetensors
 from ...io.containers.zip_headers import HeaderGuard

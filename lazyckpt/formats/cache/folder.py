@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import os
 import secrets
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,19 +20,17 @@ from typing import NamedTuple
 
 from ...core.units import size_in_bytes
 from ...errors import DataError
-from ...io.system import Directory, user_id
+from ...io import user_folder
+from ...io.system import Directory
+from ...io.user_folder import Refused, check, enabled
 
 MAGIC = b"LZCKIDX\x01"  # the last byte is the version of the layout
 HEAD = len(MAGIC) + 32  # bytes before the payload
+__all__ = ["Folder", "Refused", "Stored", "enabled", "limit", "location", "opened"]
 SIZE = 1 << 30  # bytes; the default limit of all entries together
 _ENDING = ".index"
 _KEY = "key"
 _STALE = 3600  # seconds after which an unfinished file is that of a process that was killed
-_OFF = ("0", "false", "no", "off")
-
-
-class Refused(Exception):
-    """A file, or the whole folder, must not be used. The message says why."""
 
 
 class Stored(NamedTuple):
@@ -44,23 +41,9 @@ class Stored(NamedTuple):
     used: float
 
 
-def enabled() -> bool:
-    """Return whether the environment allows the cache (``LAZYCKPT_CACHE=0`` disables it)."""
-    return os.environ.get("LAZYCKPT_CACHE", "").strip().lower() not in _OFF
-
-
 def location() -> Path:
-    """Return the folder of the entries: in ``LAZYCKPT_CACHE_DIR``, or in the user's cache folder. Raises Refused if
-    there is none."""
-    chosen = os.environ.get("LAZYCKPT_CACHE_DIR")
-    if chosen:
-        return Path(os.path.abspath(os.path.expanduser(chosen))) / "index"
-    from platformdirs import user_cache_path  # not needed by small checkpoints
-
-    found = user_cache_path("lazyckpt", appauthor=False) / "index"
-    if not found.is_absolute():
-        raise Refused("the user has no home folder")
-    return found
+    """Return the folder of the entries. Raises Refused if there is none."""
+    return user_folder.location() / "index"
 
 
 def limit() -> int:
@@ -75,14 +58,7 @@ def limit() -> int:
 @contextmanager
 def opened(make: bool = False) -> Iterator[Folder]:
     """Yield the folder. ``make`` creates it. Raises Refused if it is not the user's own, OSError if it is absent."""
-    path = location()
-    if make:
-        _check_home(path)
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-    with Directory(path) as directory:
-        _check(directory.status(), str(path))
+    with user_folder.opened(location(), make) as directory:
         yield Folder(directory)
 
 
@@ -108,7 +84,7 @@ class Folder:
             fd = self._directory.open(_KEY, os.O_RDONLY)
             try:
                 status = os.fstat(fd)
-                _check(status, _KEY, private=True)
+                check(status, _KEY, private=True)
                 self._secret = os.read(fd, 33)
             finally:
                 os.close(fd)
@@ -131,7 +107,7 @@ class Folder:
         fd = self._directory.open(name + _ENDING, os.O_RDONLY)
         try:
             status = os.fstat(fd)
-            _check(status, name)
+            check(status, name)
             with os.fdopen(os.dup(fd), "rb", buffering=0) as file:
                 data = file.readall()
             if use:
@@ -195,27 +171,3 @@ class Folder:
                 with suppress(OSError):
                     if self._directory.stat(name).st_mtime < time.time() - _STALE:
                         self._directory.unlink(name)
-
-
-def _check_home(path: Path) -> None:
-    """Raise Refused if root, by sudo, would create a folder in the home of a user, who could not use it any more."""
-    if os.name != "nt" and user_id() == 0:
-        there = next(folder for folder in path.parents if folder.exists())
-        if there.stat().st_uid:
-            raise Refused(f"{there} belongs to another user")
-
-
-def _check(status: os.stat_result, what: str, private: bool = False) -> None:
-    """Raise Refused for a file or folder that others than this user may have written.
-
-    Windows has no such numbers: there the user's profile is protected as a whole."""
-    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
-        raise Refused(f"{what} is no file")
-    if os.name == "nt":
-        return
-    if status.st_uid != user_id():
-        raise Refused(f"{what} belongs to another user")
-    if status.st_mode & (0o077 if private else 0o022):
-        raise Refused(f"{what} is open to others: its permissions are {stat.S_IMODE(status.st_mode):o}")
-    if stat.S_ISREG(status.st_mode) and status.st_nlink != 1:
-        raise Refused(f"{what} has a second name")

@@ -1,7 +1,7 @@
 """Which checkpoints are worth an entry of the cache, and whether a checkpoint is still the one that was indexed.
 
 Opening looks at the cache only where reading the index takes long: a folder with hundreds of files, or with megabytes
-of metadata. A small checkpoint is opened as if there were no cache.
+of metadata, or behind a network. A small local checkpoint is opened as if there were no cache.
 
 An entry is used if all of these are as they were when the checkpoint was indexed:
 
@@ -30,7 +30,6 @@ from typing import Any
 from ...core.index import Index
 from ...core.names import natural
 from ...io.storage.base import Entry, Listing, Store
-from ...io.storage.fsspec import RemoteStore
 from ...io.storage.local import LocalStore
 from ..reader import Source
 
@@ -50,19 +49,18 @@ _PLAIN = (str, int, float, bool, type(None))
 def is_large(source: Source) -> bool:
     """Return whether a checkpoint is worth an entry. Reads nothing; lists at most a few folders."""
     store = source.store
-    if source.path or not store.listable or type(store) not in (LocalStore, RemoteStore):
+    if source.path or not store.listable or not (type(store) is LocalStore or store.is_remote):
         return False
     entries = source.entries
     if len(entries) >= MANY or any(e.info.size >= LARGE and n.endswith(_METADATA) for n, e in entries.items()):
         return True
     if any(name in entries for name in _ZARR):
         return False
+    if store.is_remote:  # each file takes a request
+        return bool(entries)
     folders = sorted((n for n, e in entries.items() if e.is_dir and not n.startswith(".")), key=natural)
     if source.tag is not None:
         folders = [source.tag] if source.tag in folders else []
-    elif isinstance(store, RemoteStore):  # a listing takes a request, so only one that is needed anyway
-        tagged = any(name.startswith("latest") for name in entries)
-        folders = folders if tagged and len(folders) == 1 else []
     else:
         folders = folders[-_BELOW:]
     return any(_is_large(source.listed(folder)) for folder in folders)
@@ -79,7 +77,7 @@ def key_of(source: Source, format: str | None) -> str | None:
 
     The path is as the user spells it, because problems name it."""
     store = source.store
-    options = dict(store.options) if isinstance(store, RemoteStore) else {}
+    options = dict(store.options)
     rules = rules_text(source.rules)
     own = program()
     if rules is None or own is None or not _is_plain(options):

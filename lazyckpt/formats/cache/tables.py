@@ -16,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.box import Shape, c_strides
+from ...core.columns import Extents, ExtentSpecs
 from ...core.dtypes import DType
-from ...core.extents import Extents, ExtentSpecs
-from ...core.index import Extent, FileInfo, Fragment, Gathered, Place, Specs, TensorSpec, whole
+from ...core.extents import Extent
+from ...core.index import FileInfo
+from ...core.specs import Expr, Fragment, Gathered, Place, Specs, TensorSpec, whole
 from .values import Decoder, Encoder, NotKept
 
 _DOCUMENT = -1  # in place of the number of a file: the offset is the number of a document
@@ -27,7 +29,6 @@ _DOCUMENT = -1  # in place of the number of a file: the offset is the number of 
 class _More(NamedTuple):
     """What few tensors have. ``name`` is that of the spec, if the table has another."""
 
-    combine: str = "first"
     rule: str = ""
     stored_as: str = ""
     name: str | None = None
@@ -114,11 +115,11 @@ class TableEncoder:
             extent = self._plain(spec)
             if extent is None:
                 files.append(_DOCUMENT)
-                offsets.append(self._encoder.document(spec.fragments))
+                offsets.append(self._encoder.document(spec.fragments if spec.expr is None else spec.expr))
             else:
                 files.append(self._paths.setdefault(extent.path, len(self._paths)))
                 offsets.append(extent.offset)
-            about = _More(spec.combine, spec.rule, spec.stored_as, None if spec.name == name else spec.name)
+            about = _More(spec.rule, spec.stored_as, None if spec.name == name else spec.name)
             more.append(self._more.setdefault(about, len(self._more)))
         return row
 
@@ -136,7 +137,7 @@ class TableEncoder:
 def _whole(like: TensorSpec, path: str, offset: int, shape: Shape, dtype: DType) -> TensorSpec:
     extent = Extent(path, offset, dtype, shape, c_strides(shape))
     fragments = (Fragment(extent, shape),)
-    return TensorSpec(like.name, shape, dtype, fragments, like.combine, like.rule, like.stored_as)
+    return TensorSpec(like.name, shape, dtype, fragments, rule=like.rule, stored_as=like.stored_as)
 
 
 class Rows:
@@ -195,9 +196,10 @@ class Rows:
             fragments = self._decoder.document(offset)
         else:
             fragments = whole(name, Extent(self._paths[file], offset, dtype, shape, c_strides(shape))).fragments
-        combine: Any = more.combine
         own = name if more.name is None else more.name
-        return TensorSpec(own, shape, dtype, fragments, combine, more.rule, more.stored_as)
+        expr = fragments if isinstance(fragments, Expr) else None
+        held = () if expr is not None else fragments
+        return TensorSpec(own, shape, dtype, held, rule=more.rule, stored_as=more.stored_as, expr=expr)
 
 
 class KeptSpecs(Specs):
@@ -276,8 +278,19 @@ def specs_of(decoder: Decoder, rows: Rows, table: Any) -> KeptSpecs:
     """Return the tensors of a table. Raises ValueError if it has rows that there are not."""
     names, numbers = table
     found = decoder.value(numbers)
-    if not isinstance(found, range | np.ndarray) or (
-        len(found) and not 0 <= min(found[0], found[-1]) <= max(found[0], found[-1]) < len(rows)
-    ):
+    if isinstance(found, np.ndarray):
+        fits = found.ndim == 1 and found.dtype.kind in "iu"
+        ends = (found.min(), found.max()) if fits and len(found) else ()
+    else:
+        fits = isinstance(found, range)
+        ends = (found[0], found[-1]) if fits and len(found) else ()
+    if not fits or any(not 0 <= end < len(rows) for end in ends):
         raise ValueError("a table has rows that there are not")
-    return KeptSpecs(rows, found, lambda: decoder.checked(lambda: decoder.value(names)))
+
+    def read() -> Sequence[str]:
+        texts: Sequence[str] = decoder.value(names)
+        if len(texts) != len(found):
+            raise ValueError(f"a table has {len(found):,} rows and {len(texts):,} names")
+        return texts
+
+    return KeptSpecs(rows, found, lambda: decoder.checked(read))

@@ -22,17 +22,18 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...core.dtypes import FROM_NAME, DType
-from ...core.index import Extent, Fragment
+from ...core.extents import Extent
+from ...core.specs import Fragment
 from ...errors import CorruptError, Problem, restored
 from ...io.containers.pickle.records import Attributed, Opaque
 
 # Module -> records that are kept field by field: dataclasses, named tuples, and others whose fields `_FIELDS` lists.
 _RECORDS = {
     "lazyckpt.core.box": ("Box",),
-    "lazyckpt.core.index": (
-        "Archive", "Chunk", "Codec", "Extent", "FileInfo", "Fragment", "Hole", "Inline", "Part", "Placement", "Rank",
-        "Shard", "ZipEntry",
-    ),
+    "lazyckpt.core.extents": ("Archive", "Chunk", "Codec", "Extent", "Hole", "Inline", "Shard", "ZipEntry"),
+    "lazyckpt.core.placement": ("Part", "Placement", "Rank"),
+    "lazyckpt.core.specs": ("Expr", "Fragment", "Input", "TensorSpec"),
+    "lazyckpt.core.index": ("FileInfo",),
     "lazyckpt.core.blocks": ("Boxes",),
     "lazyckpt.core.flat": ("Interval", "Joined"),
     "lazyckpt.core.compose": ("Composed",),
@@ -63,7 +64,7 @@ class NotKept(Exception):
 def fields_of(cls: type) -> tuple[str, ...]:
     """Return the attributes of a record in the order of its constructor's parameters."""
     if dataclasses.is_dataclass(cls):
-        return tuple(f.name for f in dataclasses.fields(cls) if f.init)
+        return tuple(f.name for f in dataclasses.fields(cls) if f.init and f.compare)
     return _FIELDS.get(cls.__name__) or cls._fields  # type: ignore[attr-defined]
 
 

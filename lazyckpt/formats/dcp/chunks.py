@@ -16,8 +16,11 @@ from numpy.typing import NDArray
 from ...core.blocks import Blocks, Boxes
 from ...core.box import Box, Selection, Shape, c_strides, is_run
 from ...core.dtypes import DType
+from ...core.extents import Archive, Extent, Hole, Packed
 from ...core.fragments import Find
-from ...core.index import Archive, Extent, FileInfo, Fragment, Hole, Packed, Part, TensorSpec
+from ...core.index import FileInfo
+from ...core.placement import Part
+from ...core.specs import Fragment, TensorSpec
 from ...core.table import Table
 from ...errors import CorruptError, Problem
 from ...io.containers.safetensors import read_safetensors

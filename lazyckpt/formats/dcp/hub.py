@@ -14,12 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.box import Shape
-from ...core.index import Extent, FileInfo, Index, TensorSpec
+from ...core.extents import Extent
+from ...core.index import FileInfo, Index
 from ...core.names import natural
+from ...core.specs import TensorSpec
 from ...errors import CorruptError, LazyckptError, Problem, cannot_read, some
 from ...io.storage.base import Entry, Store
 from .. import huggingface
 from ..reader import Reader, Source
+from ..shared.announce import announce, listing
 from .chunks import ChunkBytes, ShardFile, in_chunks, read_shard_file, uncovered
 
 _SHARD = re.compile(r"shard-(\d+)-model-(\d+)-of-(\d+)\.safetensors")
@@ -77,13 +80,14 @@ def _repaired(whole: Index, ranks: Index) -> Index:
 
 
 def _sharded(store: Store, folder: str) -> Index:
-    names = _shards(store.list(folder.rstrip("/")))
+    names = _shards(listing(store, folder.rstrip("/")))
     problems = _lost_files(names)
     files: dict[str, FileInfo] = {}
     chunks: dict[str, list[tuple[Shape, Shape, ChunkBytes]]] = {}
     first: dict[str, Extent] = {}
     meta: dict[str, Any] = {}
     broken: list[LazyckptError] = []
+    announce(store, [folder + name for name in names])
     for name in names:
         try:
             shard = read_shard_file(store, folder + name)

@@ -194,6 +194,7 @@ _CLASSES = REBUILD | {
     (f"{_MODULE}.metadata", "ChunkStorageMetadata"): _Chunk,
     (f"{_MODULE}.metadata", "MetadataIndex"): _Key,
     (f"{_MODULE}.filesystem", "_StorageInfo"): _Item,
+    ("olmo_core.distributed.checkpoint.filesystem", "_StorageInfo"): _Item,  # the same fields
 }
 
 

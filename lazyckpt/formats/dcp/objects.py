@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ...core.dtypes import U8
-from ...core.index import Archive, Extent, TensorSpec, whole
+from ...core.extents import Archive, Extent
+from ...core.specs import TensorSpec, whole
 from ...errors import CorruptError, FormatError, LazyckptError, Problem
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.plain import Path, Plain, TensorRef
@@ -22,11 +23,13 @@ from ...io.containers.torch_file import Pickles, read_torch_file
 from ...io.pool import each
 from ...io.reading.packed import Memory, unpack
 from ...io.storage.base import Store
+from ..shared.announce import announce_ranges
 from ..shared.paths import put
 from .metadata import Item
 
 _ROOM = 64 << 20  # a packed object may unpack to _ROOM bytes plus _TIMES its packed size
 _TIMES = 100
+_FEW = 16  # objects of an item that an overview reads
 
 
 class Object(NamedTuple):
@@ -93,9 +96,11 @@ class Objects:
         notes = [*dangers(file.globals, "load this checkpoint with torch"), *plain.notes]
         return Object(plain.meta, tensors, [n.prefixed(f"{item.path}: {key!r}", item.path) for n in notes])
 
-    def check(self) -> list[Problem]:
-        """Read all objects, remove those that cannot be read, and return the problems."""
+    def check(self, keys: Collection[str] | None = None) -> list[Problem]:
+        """Read all objects (those of ``keys``) that have not been read, remove those that cannot be read, and return
+        the problems."""
         failed: dict[str, LazyckptError] = {}
+        wanted = {k: self.items[k][1] for k in (self.items if keys is None else keys) if k not in self._read}
 
         def read(key: str) -> None:
             try:
@@ -103,11 +108,12 @@ class Objects:
             except LazyckptError as e:
                 failed[key] = e
 
-        each(read, [key for key, (_, item) in self.items.items() if not item.codecs])
-        for key in [key for key, (_, item) in self.items.items() if item.codecs]:
+        announce_ranges(self._store, ((item.path, item.offset, item.length) for item in wanted.values()))
+        each(read, [key for key, item in wanted.items() if not item.codecs])
+        for key in [key for key, item in wanted.items() if item.codecs]:
             read(key)  # one at a time, because their unpacked sizes are unknown
         problems: list[Problem] = []
-        for key in list(self.items):
+        for key in wanted:
             if key in failed:
                 path = self.items.pop(key)[1].path
                 line = f"an object cannot be read and is not in view.meta: {failed[key]}"
@@ -169,6 +175,16 @@ class Meta(Mapping[str, Any]):
         meta = Meta(objects, (), paths)
         meta._below = below
         return meta
+
+    def outline(self) -> dict[str, Any]:
+        """Return the top-level items that consist of few objects each: what is quick to read for an overview."""
+        return {top: self[top] for top, below in self._below.items() if len(below) <= _FEW}
+
+    def check(self) -> list[Problem]:
+        """Read the objects of `outline`, remove those that cannot be read, and return the problems. (A mapping that is
+        made of the same objects later lacks what was removed.)"""
+        few = [key for below in self._below.values() if len(below) <= _FEW for _, key in below]
+        return self._objects.check([key for key in few if key in self._objects.items])
 
     @property
     def objects(self) -> Collection[str]:

@@ -1,7 +1,7 @@
 """Folders of torch.distributed.checkpoint: `.metadata` and `__RANK_NUMBER.distcp`.
 
 Writer: torch/distributed/checkpoint/filesystem.py `FileSystemWriter`. A rank's file is a sequence of items. Either each
-item is a file of torch.save (see core/index.py `Archive`), or all tensors are in one safetensors file after the other
+item is a file of torch.save (see core/extents.py `Archive`), or all tensors are in one safetensors file after the other
 items.
 `.metadata` is written last, under a temporary name, and renamed: a folder without it is an unfinished save.
 """
@@ -15,14 +15,20 @@ from math import prod
 
 import numpy as np
 
-from ...core.index import FileInfo, Hole, Index, TensorSpec
+from ...core.extents import Hole
+from ...core.index import FileInfo, Index
 from ...core.names import natural
+from ...core.specs import TensorSpec
 from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError, Problem, cannot_read, only_one, some
+from ...io.containers.needs import WHOLE
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.plain import Path
 from ...io.reading.packed import CODECS
+from ...io.storage.announced import SMALL
 from ...io.storage.base import Entry, Store
+from ..megatron.fsdp_names import in_model_names, is_fsdp
 from ..reader import Reader, Source
+from ..shared.announce import announce, announce_ranges, listing
 from ..shared.members import Member, together
 from .chunks import ChunkBytes, ShardFile, in_chunks, in_rows, overlapping, read_shard_file, uncovered
 from .columns import Ints
@@ -41,22 +47,29 @@ def _read(source: Source) -> Index:
         raise FormatError(
             f"{source.where} is one file of a distributed checkpoint: open its folder, {source.store.root}"
         )
-    member = in_folder(source.store)
-    return together(member.format, [((), member)])
+    return read_folder(source.store)
+
+
+def read_folder(store: Store, folder: str = "") -> Index:
+    """Index a folder; what Megatron-FSDP saved under the names of its model. Raises what `in_folder` does."""
+    member = in_folder(store, folder)
+    return in_model_names(member) if is_fsdp(member) else together(member.format, [((), member)])
 
 
 def in_folder(store: Store, folder: str = "", wanted: Callable[[str], bool] = lambda key: True) -> Member:
     """Return the content of a folder: all tensors, and the objects whose keys are ``wanted``.
 
     Raises MissingFileError if the save was not finished, and CorruptError."""
-    listed = store.list(folder)
+    listed = listing(store, folder)
     names = [_WHOLE] if _WHOLE in listed else sorted(filter(_RANKS.fullmatch, listed), key=natural)
     if not names:
         raise MissingFileError(_unfinished(posixpath.join(store.root, folder), listed))
     names = [posixpath.join(folder, name) for name in names]
+    announce(store, names, WHOLE)
     metadata = read_metadata(store, names)
     problems = [p.prefixed(names[0], names[0]) for p in dangers(metadata.globals, "load it with torch")]
     building = _Building(store, metadata, problems)
+    building.announce()
     tensors = {key: building.tensor(key, tensor) for key, tensor in metadata.tensors.items()}
     others = {key: item for key, item in building.objects().items() if wanted(key)}
     objects = Objects(store.pinned(building.files), others)
@@ -131,6 +144,22 @@ class _Building:
         self._last: dict[str, int] = {}  # file -> offset of the last item of a tensor
         self._blobs: dict[str, int | None] = {}
         self._sizes: Ints | None = None  # of the files, by the numbers of their paths in the columns
+
+    def announce(self) -> None:
+        """Announce the reads of safetensors files within the files, at whose start the metadata places all tensors."""
+        items = self._metadata.items
+        places: set[tuple[str, int]] = set()
+        if isinstance(items, Items):  # of a large checkpoint, whose items are in files of torch
+            return
+        for (key, start), item in items.items():
+            tensor = self._metadata.tensors.get(key)
+            if start is None or tensor is None or item.codecs:
+                continue
+            sizes = next((sizes for at, sizes in tensor.chunks if at == start), None)
+            if sizes is not None and item.length == prod(sizes) * tensor.dtype.itemsize and self._info(item.path):
+                places.add((item.path, item.offset))
+        sizes_of = {path: self.files[path].size for path, _ in places}
+        announce_ranges(self._store, [(path, at, min(SMALL, sizes_of[path] - at)) for path, at in places])
 
     def tensor(self, key: str, tensor: Tensor) -> TensorSpec:
         items = self._metadata.items
@@ -239,7 +268,7 @@ class _Building:
         if info is None:
             folder = posixpath.dirname(path)
             if folder not in self._folders:
-                self._folders[folder] = self._store.list(folder)
+                self._folders[folder] = listing(self._store, folder)
             entry = self._folders[folder].get(posixpath.basename(path))
             if entry is not None and not entry.is_dir:
                 info = self.files[path] = entry.info

@@ -13,7 +13,9 @@ from typing import Any
 
 from ...core.box import Box
 from ...core.compose import Composed
-from ...core.index import Extent, Fragment, Hole, Part, Placement
+from ...core.extents import Extent, Hole
+from ...core.placement import Part, Placement
+from ...core.specs import Fragment
 from ...errors import Problem
 from ..shared.rank_shards import Shard
 from .building import Building

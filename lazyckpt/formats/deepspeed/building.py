@@ -8,7 +8,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ...core.box import Shape
-from ...core.index import Extent, FileInfo, Fragment, Hole, Rank, TensorSpec
+from ...core.extents import Extent, Hole
+from ...core.index import FileInfo
+from ...core.placement import Rank
+from ...core.specs import Fragment, TensorSpec
 from ...errors import CorruptError, LazyckptError, Problem
 from ...io.containers.pickle.plain import Parts, Plain
 from ...io.containers.pickle.rebuild import StoredTensor

@@ -265,15 +265,17 @@ def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
         return None
     if not strict:
         return here or (RankFiles("") if tags or latest else None)
-    listed = ", ".join(sorted(tags, key=natural)) or "none"
+    listed = ", ".join(sorted(tags, key=natural))
     if tag is None:
         raise FormatError(
             f"{source.where} holds several checkpoints and no file `latest`: say which with tag=..., of {listed}"
         )
-    raise MissingFileError(
-        f"{source.where}: the tag {tag!r} ({'as asked' if source.tag else 'from the file latest'}) has no rank files "
-        f"here; there are: {listed}. Say which with tag=..."
-    )
+    what = f"the tag {tag!r} ({'as asked' if source.tag else 'from the file latest'}) has no rank files here"
+    if not listed:
+        raise MissingFileError(
+            f"{source.where}: {what}, and no other folder has. Are the files there, and may the folder be listed?"
+        )
+    raise MissingFileError(f"{source.where}: {what}; there are: {listed}. Say which with tag=...")
 
 
 def _is_folder(source: Source, tag: str) -> bool:

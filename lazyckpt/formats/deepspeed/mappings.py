@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ...core.box import Shape
-from ...core.index import Hole
+from ...core.extents import Hole
 from ...errors import Problem
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque

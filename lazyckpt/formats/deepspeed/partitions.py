@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 from ...core.box import Shape
 from ...core.dtypes import DType
-from ...core.index import Extent, Fragment, Hole, Rank
+from ...core.extents import Extent, Hole
+from ...core.placement import Rank
+from ...core.specs import Fragment
 from ...errors import CorruptError, LazyckptError, Problem, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque

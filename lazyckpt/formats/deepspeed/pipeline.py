@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from ...core.box import Shape
-from ...core.index import Rank
+from ...core.placement import Rank
 from ...errors import LazyckptError, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile

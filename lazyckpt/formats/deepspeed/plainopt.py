@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from ...core.box import Shape
-from ...core.index import Rank
+from ...core.placement import Rank
 from ...errors import Problem
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short

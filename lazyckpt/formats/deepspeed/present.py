@@ -16,7 +16,9 @@ from typing import Any, TypeVar
 
 from ...core.box import Shape
 from ...core.dtypes import F32
-from ...core.index import Fragment, Hole, Rank, TensorSpec
+from ...core.extents import Hole
+from ...core.placement import Rank
+from ...core.specs import Fragment, TensorSpec
 from ...errors import LazyckptError, Problem, some
 from ...io.containers.pickle.records import short
 from ..shared.rank_shards import Shard, Shards, missing

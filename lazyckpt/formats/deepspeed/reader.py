@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.box import Shape
-from ...core.index import Index, Mesh, Rank
+from ...core.index import Index
 from ...core.names import natural
+from ...core.placement import Mesh, Rank
 from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError, Problem, cannot_read, sentences
 from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
@@ -23,6 +24,7 @@ from ...layouts.merge import Source as RuleSource
 from ...layouts.merge import replicated, user_rules
 from ...layouts.universal import universal_rules
 from ..reader import Reader, Source
+from ..shared.announce import announce
 from ..shared.rank_shards import Shards, update
 from ..torch_save import ties, warnings
 from . import universal
@@ -34,7 +36,7 @@ from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_f
 from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers, without_repeats
 from .plainopt import named_shapes, numbered_groups
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
-from .weights import copies, expert_shards, module_shards, report_fused_attention, sharded_rest
+from .weights import announce_rest, copies, expert_shards, module_shards, report_fused_attention, sharded_rest
 from .zero0 import optimizer_states, ties_of_plain_optimizers, undecided_optimizers, with_undecided
 
 _BUFFER = (replicated, "buffer_names: buffers are not cut over ranks")
@@ -48,7 +50,10 @@ def read(source: Source) -> Index:
     if files.universal:
         return universal.read(source, files)
     b = Building(source.store)
+    _announce(b, files)
     stages = read_stages(b, source, files)
+    if files.zero_model:
+        announce_rest(b, files, stages.values())
     first = stages[min(stages)]
     degree = data_parallel_degree(first.model, files, b.ranks)
     b.world = shard_size(b, files, first, degree) if files.zero_model else degree
@@ -150,6 +155,16 @@ def read(source: Source) -> Index:
 def _state_order(state: str) -> tuple[int, str]:
     known = ("weights", "fp32", "exp_avg", "exp_avg_sq")
     return (known.index(state) if state in known else len(known) + (state == "step"), state)
+
+
+def _announce(b: Building, files: RankFiles) -> None:
+    """Announce the files of which the whole index is read."""
+    first = min(files.zero_model, default=None)
+    announce(b.store, files.model.values() if first is None else [files.zero_model[first]])
+    ranks = sorted(files.optim, key=lambda key: key[::-1])
+    announce(b.store, [files.optim[key] for key in ranks])
+    announce(b.store, [path for _, path in sorted(files.layers.items())])
+    announce(b.store, [*files.experts.values(), *files.expert_optim.values()])
 
 
 # -- the mesh

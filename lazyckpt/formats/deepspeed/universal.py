@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 
 from ...core.box import Shape, c_strides
 from ...core.dtypes import F32
-from ...core.index import Extent, Fragment, Hole, Index, TensorSpec
+from ...core.extents import Extent, Hole
+from ...core.index import Index
 from ...core.names import natural
+from ...core.specs import Fragment, TensorSpec
 from ...errors import CorruptError, LazyckptError, Problem, cannot_read, sentences
 from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ..reader import Source
+from ..shared.announce import announce
 from ..torch_save import ties
 from .autoep import router_aliases
 from .building import Building, shapes_of, table, tensors_in
@@ -31,11 +34,14 @@ def read(source: Source, files: RankFiles) -> Index:
     root = f"{files.folder}/zero" if files.folder else "zero"
     shapes, aliases, meta, listed = _model_states(b, files)
     problems = []
-    for name, entry in sorted(source.inside(root).items(), key=lambda item: natural(item[0])):
-        if not entry.is_dir:
-            continue
-        states = {n: e for n, e in source.inside(f"{root}/{name}").items() if n.endswith(".pt")}
-        for file_name in sorted(states, key=natural):
+    folders = sorted((n for n, entry in source.inside(root).items() if entry.is_dir), key=natural)
+    source.list_all(f"{root}/{name}" for name in folders)
+    states = {
+        name: sorted((n for n in source.inside(f"{root}/{name}") if n.endswith(".pt")), key=natural) for name in folders
+    }
+    announce(b.store, [f"{root}/{name}/{file_name}" for name in folders for file_name in states[name]])
+    for name in folders:
+        for file_name in states[name]:
             path = f"{root}/{name}/{file_name}"
             state = file_name.removesuffix(".pt")
             try:
@@ -146,6 +152,7 @@ def _spec(b: Building, path: str, name: str, shape: Shape | None) -> TensorSpec 
 def _model_states(b: Building, files: RankFiles) -> tuple[dict[str, Shape], dict[str, str], dict[str, Any], Listed]:
     """Read the copied model states: full shapes (if nothing was cut over tensor-parallel ranks), ties, meta, names."""
     paths = files.model or {mp: p for (dp, mp), p in files.zero_model.items() if dp == 0}
+    announce(b.store, paths.values())
     listed = _listed(b, paths)
     path = paths.get(0)
     if path is None:

@@ -6,20 +6,23 @@ Sources: runtime/engine.py `_save_checkpoint`, `_save_moe_checkpoint`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from ...core.index import Extent, Hole, Rank
+from ...core.extents import Extent, Hole
+from ...core.placement import Rank
 from ...errors import LazyckptError, Problem, cannot_read, only_one, some
+from ...io.containers.needs import TORCH, ZIP_END
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile, is_whole
 from ...io.containers.zip_directory import checksums
+from ..shared.announce import announce
 from ..shared.flat import Alike, FlatFragments, Piece
 from ..shared.rank_shards import Shard, Shards
 from ..torch_save import crc_of, whole_storage
 from .autoep import layer_of, stacked_files
-from .building import Building, buffer_names, local, shapes_of, table, tensors_in
+from .building import Building, Stage, buffer_names, local, shapes_of, table, tensors_in
 from .files import RankFiles, name_of_rank
 
 
@@ -47,6 +50,21 @@ def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[st
     return {"weights": names}
 
 
+def _buffers(first: TorchFile, model: Mapping[Any, Any]) -> dict[str, int]:
+    """Return the checksums of the buffers in the model states of a rank of ZeRO-3."""
+    tensors = tensors_in(first, model.get("module"))
+    return {n: c for n, t in tensors.items() if 0 not in t.shape and (c := crc_of(first.records, t)) is not None}
+
+
+def announce_rest(b: Building, files: RankFiles, stages: Iterable[Stage]) -> None:
+    """Announce what `sharded_rest` reads."""
+    for stage in stages:
+        mp = stage.rank.pp * b.tp + stage.rank.tp
+        whole = shapes_of(stage.file, stage.model.get("frozen_param_shapes")) or _buffers(stage.file, stage.model)
+        own = [files.zero_model[key] for key in sorted(files.zero_model) if key[1] == mp]
+        announce(b.store, own, TORCH if whole else ZIP_END)
+
+
 def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first: TorchFile, rank: Rank) -> Shards:
     """Return ZeRO-3's frozen parameters, and compare the buffers of all data-parallel ranks. ``first``: the model
     states of the lowest rank.
@@ -60,8 +78,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
             Problem("unsupported-tensor", f"{first.path}: frozen experts ({stacks[0]!r}, ...) are in view.stored only")
         )
         shapes = {n: s for n, s in shapes.items() if n not in stacks}
-    tensors = tensors_in(first, model.get("module"))
-    buffers = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := crc_of(first.records, t)) is not None}
+    buffers = _buffers(first, model)
     ranks: list[tuple[str, Rank, int]] = []  # path, rank, and the number of the pieces that its file has
     pieces: list[Sequence[Piece]] = []
     differ: dict[str, list[int]] = {}

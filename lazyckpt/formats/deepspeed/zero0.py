@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 
 from ...core.box import Shape
-from ...core.index import TensorSpec
+from ...core.specs import TensorSpec
 from ...errors import LazyckptError, Problem, cannot_read
 from ..shared.evidence import Copies, Undecided, UndecidedTable
 from ..shared.numbering import Effort

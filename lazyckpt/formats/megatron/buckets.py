@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import lcm
 
-from ...core.index import Fragment, TensorSpec
+from ...core.specs import Fragment, TensorSpec
 
 _ALIGNMENT = 64
 # a bucket is padded to a multiple of the number of ranks and one of these; the second: pad_buckets_for_high_nccl_busbw

@@ -20,7 +20,9 @@ from math import prod
 from typing import Any
 
 from ...core.box import Shape, c_strides
-from ...core.index import Extent, FileInfo, Hole, Index, Mesh, TensorSpec, renamed
+from ...core.extents import Extent, Hole
+from ...core.index import FileInfo, Index
+from ...core.specs import TensorSpec, renamed
 from ...errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.plain import Path
 from ...io.storage.base import Entry, Store
@@ -30,12 +32,14 @@ from .. import torch_save as torchsave
 from ..dcp import reader as dcp
 from ..dcp.chunks import ChunkBytes, in_chunks
 from ..reader import Reader, Source
+from ..shared.announce import announce, announce_folders, listing
 from ..shared.members import Member, together
 from ..torch_save import member as torch_member
 from ..zarr.grid import Array, Packing
 from ..zarr.metadata import array_v2
 from ..zarr.packing import NoTensorError
 from .files import find_iteration, unfinished
+from .mesh import mesh_of
 from .reshardable import by_parameter
 from .stacks import logical, regridded
 
@@ -54,11 +58,14 @@ def in_folder(store: Store, folder: str = "") -> Member:
     files: dict[str, FileInfo] = {}
     meta: dict[str, Any] = {}
     error: LazyckptError | None = None
-    for key, entry in sorted(store.list(folder).items()):
-        if not entry.is_dir:
-            continue
-        below = posixpath.join(folder, key)
-        listed = store.list(below)
+    folders = {k: posixpath.join(folder, k) for k, entry in sorted(listing(store, folder).items()) if entry.is_dir}
+    announce_folders(store, folders.values())
+    inside = {key: listing(store, below) for key, below in folders.items()}
+    announce(store, [f"{below}/.zarray" for key, below in folders.items() if ".zarray" in inside[key]])
+    objects = [key for key in folders if ".zarray" not in inside[key] and not key.endswith("_extra_state")]
+    announce(store, [f"{folders[key]}/{name}" for key in objects for name in inside[key] if name.endswith(".pt")])
+    for key, below in folders.items():
+        listed = inside[key]
         if ".zarray" in listed:
             try:
                 tensors[key] = ((key,), _array(store, below, key, listed, problems))
@@ -193,6 +200,8 @@ def _is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:
 def read(store: Store, folder: str = "") -> Index:
     """Index such a folder. Raises CorruptError, FormatError (unknown backend), MissingFileError."""
     problems: list[Problem] = []
+    there = listing(store, folder)
+    announce(store, [posixpath.join(folder, name) for name in (_ABOUT, "common.pt", ".metadata") if name in there])
     backend = _backend(store, folder, problems)
     tensors = _tensors(store, folder, backend)
     members: list[tuple[tuple[str, ...], Member]] = [((), tensors)]
@@ -215,14 +224,14 @@ def read(store: Store, folder: str = "") -> Index:
         files=whole.files,
         stored=whole.stored,
         meta=whole.meta,
-        mesh=_mesh(args),
+        mesh=mesh_of(args),
         problems=(*problems, *tensors.problems, *unknown),
     )
 
 
 def _backend(store: Store, folder: str, problems: list[Problem]) -> str:
     path = posixpath.join(folder, _ABOUT)
-    if _ABOUT not in store.list(folder):
+    if _ABOUT not in listing(store, folder):
         line = f"{path} is missing: it is written last, so the save was not finished, or not copied whole"
         problems.append(Problem("unfinished-save", line, path))
         return "torch_dist"
@@ -296,16 +305,6 @@ def _steps(common: Member, states: Mapping[str, Mapping[str, TensorSpec]]) -> di
 def _local(args: Any) -> bool | None:
     implementation = getattr(args, "transformer_impl", None)
     return None if implementation is None else implementation == "local"
-
-
-def _mesh(args: Any) -> Mesh:
-    def degree(name: str) -> int:
-        value = getattr(args, f"{name}_parallel_size", None)
-        return value if type(value) is int and value > 0 else 1
-
-    tp, pp, ep = degree("tensor_model"), degree("pipeline_model"), degree("expert_model")
-    dp = getattr(args, "data_parallel_size", None)
-    return Mesh(tp=tp, pp=pp, dp=dp if type(dp) is int and dp > 0 else 1, ep=ep)
 
 
 READER = Reader(

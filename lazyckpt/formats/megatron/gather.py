@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.box import Shape, c_strides
-from ...core.index import Extent, Fragment, Hole, Rank, TensorSpec
+from ...core.extents import Extent, Hole
+from ...core.placement import Rank
+from ...core.specs import Fragment, TensorSpec
 from ...errors import Problem
 from ...layouts.megatron import gated_by, is_expert, is_gated, number, stack_of, vocabulary_note
 from ...layouts.merge import Merge, Source, concatenated, decide, in_parts

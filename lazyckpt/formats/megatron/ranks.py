@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.index import FileInfo, Hole, Rank
+from ...core.extents import Hole
+from ...core.index import FileInfo
+from ...core.placement import Rank
 from ...errors import CorruptError, LazyckptError, Problem, cannot_read, sentences, some
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
 from ...io.storage.base import Store
 from ...layouts.megatron import Degrees, degrees, is_expert
+from ..shared.announce import announce
 from ..torch_save import Indexed
 from .files import Iteration, RankFolder
 
@@ -70,6 +73,8 @@ def read_grid(store: Store, found: Iteration) -> Grid:
     error: LazyckptError | None = None
     flat: dict[tuple[int, ...], list[Tensors]] = {}
     counts = [1 + max(n) for n in zip(*_padded([folder.numbers for folder in found.ranks]), strict=True)]
+    announce(store, [folder.model for folder in found.ranks])
+    announce(store, [folder.optim for folder in found.ranks if folder.optim])
     for folder in found.ranks:
         try:
             file = read_torch_file(store, folder.model, pickles)

@@ -7,8 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.box import Box
-from ...core.index import Extent, Fragment, Index, Mesh, Part, TensorSpec
+from ...core.extents import Extent
+from ...core.index import Index
 from ...core.names import natural
+from ...core.placement import Mesh, Part
+from ...core.specs import Fragment, TensorSpec
 from ...errors import CorruptError, Problem, sentences
 from ...io.containers.pickle.plain import Plain
 from ...layouts.megatron import data_parallel, megatron_rules, number, place, version

@@ -21,7 +21,7 @@ from typing import Any
 from ...core.box import Shape
 from ...core.flat import Interval, Joined
 from ...core.fragments import fragment_boxes
-from ...core.index import TensorSpec
+from ...core.specs import TensorSpec
 from ...layouts.megatron import Degrees, degrees, flag, is_buffer, is_expert, number, place
 from ...layouts.merge import Merge, concatenated, in_parts, replicated
 from ...layouts.tables import pattern

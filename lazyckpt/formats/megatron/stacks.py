@@ -16,7 +16,8 @@ from math import prod
 from ...core.box import Box, Selection, Shape
 from ...core.compose import compose
 from ...core.fragments import Fragments, fragments_of
-from ...core.index import Fragment, Part, Placement, TensorSpec, renamed
+from ...core.placement import Part, Placement
+from ...core.specs import Fragment, TensorSpec, renamed
 from ...errors import CorruptError
 from ...layouts.megatron import PARTS
 from ...layouts.tables import pattern
@@ -86,7 +87,7 @@ def logical(keys: Mapping[str, TensorSpec], local: bool | None) -> dict[str, Ten
     """Map the tensors of one state from keys to names, with a tensor for each layer and each expert. ``local``: whether
     the model was built from the local spec (args.transformer_impl); None if not known."""
     found = {one.name: one for stack in keys.values() for layer in _layers(stack) for one in _experts(layer)}
-    return _joined({one.name: one for one in (_unfused(spec, found, local) for spec in found.values())})
+    return joined({one.name: one for one in (_unfused(spec, found, local) for spec in found.values())})
 
 
 def _layers(spec: TensorSpec) -> Iterator[TensorSpec]:
@@ -138,8 +139,10 @@ def _unfused(spec: TensorSpec, names: Mapping[str, TensorSpec], local: bool | No
     return spec
 
 
-def _joined(names: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Concatenate the parts of fused matrices that were saved as tensors of their own; keep other tensors."""
+def joined(names: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+    """Concatenate the parts of fused matrices that were saved as tensors of their own; keep other tensors.
+
+    A number that an optimizer keeps for the matrix is saved with each part; the first copy is returned."""
     found: dict[str, TensorSpec] = {}
     used: set[str] = set()
     for name in names:
@@ -151,7 +154,8 @@ def _joined(names: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
             continue
         whole, members = parts
         used.update(members)
-        found[whole] = _concatenated(whole, [names[one] for one in members])
+        specs = [names[one] for one in members]
+        found[whole] = _concatenated(whole, specs) if specs[0].shape else renamed(specs[0], whole)
     return found
 
 
@@ -171,10 +175,10 @@ def _parts(name: str, names: Mapping[str, TensorSpec]) -> tuple[str, list[str]] 
 
 
 def _fit(members: list[str], names: Mapping[str, TensorSpec]) -> bool:
-    """Return whether all parts are present and can be concatenated along the first dimension."""
+    """Return whether all parts are present and can be concatenated along the first dimension, or are numbers."""
     specs = [names[name] for name in members if name in names]
     alike = {(spec.dtype, spec.shape[1:], bool(spec.shape)) for spec in specs}
-    return len(specs) == len(members) and len(alike) == 1 and bool(specs[0].shape)
+    return len(specs) == len(members) and len(alike) == 1
 
 
 def _concatenated(name: str, specs: list[TensorSpec]) -> TensorSpec:

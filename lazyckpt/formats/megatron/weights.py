@@ -7,7 +7,7 @@ from typing import Any
 
 from ...core.box import Shape, c_strides
 from ...core.dtypes import DType
-from ...core.index import Extent
+from ...core.extents import Extent
 from ...errors import LazyckptError, Problem, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file

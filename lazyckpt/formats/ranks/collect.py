@@ -13,7 +13,8 @@ import numpy as np
 
 from ...core.box import Shape, is_run
 from ...core.dtypes import DType
-from ...core.index import Extent, Hole, TensorSpec
+from ...core.extents import Extent, Hole
+from ...core.specs import TensorSpec
 from ...errors import Problem, only_one, some
 from ...io.containers.pickle.plain import Path, Plain
 from ...io.containers.pickle.rebuild import StoredTensor

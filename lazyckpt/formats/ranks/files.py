@@ -3,7 +3,8 @@
 Writers: verl/utils/checkpoint/fsdp_checkpoint_manager.py `save_checkpoint` (``model_world_size_8_rank_0.pt``, likewise
 with ``optim`` and ``extra_state``); accelerate/utils/fsdp_utils.py `save_fsdp_model`
 (``pytorch_model_fsdp_rank0.bin``, ``pytorch_model_fsdp_0_rank0.bin``) and `save_fsdp_optimizer`
-(``optimizer_0_rank0.bin``); scripts (``rank0.pt``, ``model_rank_0.pt``).
+(``optimizer_0_rank0.bin``); composer/callbacks/checkpoint_saver.py (``ep1-ba300-rank0.pt``, a file for each save, and
+``latest-rank0.pt``, a link to the last one); scripts (``rank0.pt``, ``model_rank_0.pt``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ...io.storage.base import Entry
 _NAME = re.compile(
     r"(?P<stem>.*?)(?:(?:^|[._-])world_size_(?P<world>\d{1,7}))?(?:^|[._-])rank[._-]?(?P<rank>\d{1,7})\.(?:pt|pth|bin|ckpt)"
 )
+_SAVES = re.compile(r"ep\d+-ba\d+|latest")  # of Composer: one item, saved several times
 _OTHERS = ("optim", "extra", "rng", "random", "sched", "lr_sched", "dataloader", "train_state", "trainer")
 # if these are in the folder, they are the model, and the rank files are another part of the save
 _MODELS = re.compile(r".*\.safetensors|pytorch_model.*\.bin|.*\.index\.json")
@@ -78,6 +80,7 @@ def chosen(entries: Mapping[str, Entry], problems: list[Problem]) -> list[Series
         series = found.get((before, after))
         if series is None:
             item = match["stem"].rstrip("._-")
+            item = "" if _SAVES.fullmatch(item) else item
             series = found[before, after] = Series(item, int(world) if world else None, before, len(digits), after)
         series.width = (
             min(series.width, len(digits)) if digits.startswith("0") or len(digits) < series.width else series.width
@@ -92,7 +95,9 @@ def chosen(entries: Mapping[str, Entry], problems: list[Problem]) -> list[Series
         best = max(fitting, key=lambda s: (s.complete, s.latest, len(s.files)), default=None)
         if best is not None:
             taken.append(best)
-        rest = [s.path(rank) for s in candidates if s is not best for rank in sorted(s.files)]
+        read = {e.info for e in best.files.values()} if best is not None else set()  # a link is the file that it names
+        others = [(s.path(rank), s.files[rank]) for s in candidates if s is not best for rank in sorted(s.files)]
+        rest = [path for path, entry in others if entry.info not in read]
         if rest:
             kept = "the complete set" if best is not None and best.complete else "the newest"
             which = f"{best.path(min(best.files))}, ... is {kept}" if best is not None else "they fit no other file"

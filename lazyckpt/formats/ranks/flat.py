@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ...core.box import Shape
-from ...core.index import Hole, Rank, TensorSpec
+from ...core.extents import Hole
 from ...core.names import matcher, unwrapped
+from ...core.placement import Rank
+from ...core.specs import TensorSpec
 from ...errors import FormatError, Problem, only_one, some
 from ...io.containers.pickle.plain import Path
 from ...layouts.flat_rules import FlatRule, flat_rule, is_flat_rule, places, size_mismatch

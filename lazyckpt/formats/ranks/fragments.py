@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from ...core.blocks import Blocks, Boxes
 from ...core.box import Box, Selection, Shape, c_strides
 from ...core.dtypes import DType
-from ...core.index import Extent, Fragment, Hole
+from ...core.extents import Extent, Hole
+from ...core.specs import Fragment
 from ...layouts.placements import Cut, Layout
 
 

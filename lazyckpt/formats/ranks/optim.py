@@ -14,7 +14,9 @@ from math import prod
 from typing import Any
 
 from ...core.box import Shape
-from ...core.index import Extent, Fragment, Hole, Rank, TensorSpec
+from ...core.extents import Extent, Hole
+from ...core.placement import Rank
+from ...core.specs import Fragment, TensorSpec
 from ...errors import Problem, only_one, some
 from ...io.containers.pickle.plain import Path
 from ...layouts.placements import Cut

@@ -11,7 +11,9 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from ...core.index import FileInfo, Index, Mesh, TensorSpec
+from ...core.index import FileInfo, Index
+from ...core.placement import Mesh
+from ...core.specs import TensorSpec
 from ...errors import CorruptError, LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.plain import Path, Plain, TensorRef
@@ -24,6 +26,7 @@ from ...layouts.flat_rules import is_flat_rule
 from ..dcp.reader import in_folder
 from ..huggingface import load_json, tied_names
 from ..reader import Reader, Source
+from ..shared.announce import announce
 from ..shared.members import Member, together
 from ..shared.naming import MODELS, sort
 from ..shared.paths import at, paths, put
@@ -200,6 +203,7 @@ class _Folder:
         """Index all files of a series, except those of another save."""
         first = True
         left: list[int] = []
+        announce(self.store, [series.path(rank) for rank in sorted(series.files)])
         for rank in sorted(series.files):
             path = series.path(rank)
             try:
@@ -304,7 +308,7 @@ def _unreadable(states: Mapping[str, Mapping[str, TensorSpec]]) -> list[Problem]
     reasons: dict[str, list[str]] = {}
     for table in states.values():
         for name, spec in table.items():
-            if spec.numel and not len(spec.fragments):
+            if spec.numel and spec.expr is None and not len(spec.fragments):
                 reasons.setdefault(spec.rule, []).append(name)
     return [
         Problem(

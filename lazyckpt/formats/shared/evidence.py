@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ...core.dtypes import DType, to_numpy
-from ...core.index import TensorSpec
 from ...core.select import Selection
+from ...core.specs import TensorSpec
 from ...errors import ChangedFileError, LazyckptError, Problem
 from ...io.reading.gather import read
 from ...io.storage.base import Store

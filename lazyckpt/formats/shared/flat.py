@@ -14,9 +14,11 @@ from typing import Any, overload
 import numpy as np
 
 from ...core.box import Selection, Shape, c_strides
+from ...core.extents import Extent, Hole
 from ...core.flat import Flat
 from ...core.fragments import Find
-from ...core.index import Extent, Fragment, Hole, Rank
+from ...core.placement import Rank
+from ...core.specs import Fragment
 from ...core.table import Table, spans
 
 _FEW = 8  # ranks that are planned one by one

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.box import Shape
-from ...core.index import FileInfo, Index, TensorSpec
+from ...core.index import FileInfo, Index
+from ...core.specs import TensorSpec
 from ...errors import Problem
 from ...io.containers.pickle.plain import Path
 from .naming import By, Sorted, sort

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from ...core.box import Shape
-from ...core.index import TensorSpec, renamed
 from ...core.names import free
+from ...core.specs import TensorSpec, renamed
 from ...errors import Problem
 from ...io.containers.pickle.plain import Path
 from .numbering import CONVENTIONS, MODULES, Assignment, Convention, Wanted, agreed, assign_by_shape, possible_shapes

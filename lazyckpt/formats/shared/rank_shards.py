@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from ...core.box import Shape
 from ...core.dtypes import DType
-from ...core.index import Fragment, Hole, Rank, TensorSpec
+from ...core.extents import Hole
+from ...core.placement import Rank
+from ...core.specs import Fragment, TensorSpec
 from ...layouts.merge import How, Merge
 
 NOT_WHOLE = "not whole: the files of a rank are lost"
@@ -116,5 +118,4 @@ class Merging:
         rule = "; ".join(filter(None, (first.rule, merged.rule)))
         if merged.is_one:
             return TensorSpec(name, first.shape, first.dtype, first.fragments, rule=rule)
-        fragments = merged.join(shard.fragments for shard in row)
-        return TensorSpec(name, merged.shape, first.dtype, fragments, merged.combine, rule)
+        return merged.tensor(name, first.dtype, (shard.fragments for shard in row), rule)

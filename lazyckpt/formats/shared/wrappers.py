@@ -14,8 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.box import Shape
-from ...core.index import Index, TensorSpec, renamed
+from ...core.index import Index
 from ...core.names import any_wrapped, unwrapped
+from ...core.specs import TensorSpec, renamed
 from ...errors import Problem
 from ...io.containers.pickle.plain import Path
 from .evidence import UndecidedTable

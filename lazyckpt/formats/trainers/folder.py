@@ -15,14 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ...core.index import Index, TensorSpec, renamed
+from ...core.index import Index
 from ...core.names import natural
+from ...core.specs import TensorSpec, renamed
 from ...errors import LazyckptError, Problem, cannot_read, some
 from ...io.containers.pickle.plain import Path
 from ...io.storage.base import Store
 from .. import huggingface
 from ..dcp.reader import in_folder
 from ..reader import Reader, Source
+from ..shared.announce import announce
 from ..shared.members import Member, together
 from ..shared.naming import By
 from ..torch_save import member
@@ -186,6 +188,8 @@ def _read(source: Source) -> Index:
     whole: Index | None = None
     meta: dict[str, Any] = {}
 
+    announce(store, [part.name for part in found if not part.folder])
+    announce(store, [f"{part.name}/.metadata" for part in found if part.folder])
     if not any(part.place == "model" for part in found):
         if huggingface.READER.recognises(source):
             try:

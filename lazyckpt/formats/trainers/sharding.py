@@ -17,8 +17,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ...core.box import Box, Shape, fits
-from ...core.index import Fragment, Hole, Index, Part, TensorSpec, whole
+from ...core.extents import Hole
+from ...core.index import Index
 from ...core.names import natural
+from ...core.placement import Part
+from ...core.specs import Fragment, TensorSpec, whole
 from ...errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.audit import dangers
 from ...io.containers.pickle.machine import Pickle
@@ -31,6 +34,7 @@ from ..huggingface import load_json
 from ..ranks.files import Series
 from ..ranks.reader import read_series
 from ..reader import Reader, Source
+from ..shared.announce import announce
 from ..shared.members import Member
 from ..shared.paths import inside
 
@@ -78,6 +82,8 @@ def _read(source: Source) -> Index:
     if not items:
         raise FormatError(f"{source.where} has no files that are named as torch_checkpointing names them")
 
+    files_of = [path for item in items.values() for path in item.files.values() if path in source.entries]
+    announce(store, files_of)
     series: list[Series] = []
     more: list[tuple[Path, Member]] = []
     for name, item in items.items():

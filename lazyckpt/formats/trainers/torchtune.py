@@ -15,8 +15,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...core.index import FileInfo, Index, TensorSpec, relocated
+from ...core.expr import relocated
+from ...core.index import FileInfo, Index
 from ...core.names import natural
+from ...core.specs import TensorSpec
 from ...errors import LazyckptError, MissingFileError, Problem, cannot_read
 from ...io.containers.pickle.plain import Path
 from ...layouts.tables import pattern

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ...core.box import Shape
 from ...core.dtypes import BOOL, C32, DTYPES, DType
-from ...core.index import Mesh
+from ...core.placement import Mesh
 from ...errors import DataError, Problem
 from ...io.plain_json import encode
 

@@ -16,9 +16,14 @@ from ...core.blocks import Blocks, Grid, cells
 from ...core.box import Box, Selection, Shape, c_strides, hull_of
 from ...core.chunking import chunk_box, grid_of
 from ...core.dtypes import DType
-from ...core.index import Chunk, Codec, Extent, FileInfo, Fragment, Packed, Part, Shard, TensorSpec, ZipEntry
+from ...core.extents import Chunk, Codec, Extent, Packed, Shard, ZipEntry
+from ...core.index import FileInfo
+from ...core.placement import Part
+from ...core.specs import Fragment, TensorSpec
 from ...errors import CorruptError
-from ...io.storage.base import Store, present
+from ...io.storage.access import present
+from ...io.storage.base import Store
+from ...io.storage.listed import ABSENT, Listed
 from .keys import Keys
 
 _FEW = 1024  # chunks that are looked up one by one; where there are more, the folder is listed
@@ -251,12 +256,19 @@ class GridFragments(Blocks):
 
 
 class ChunkFiles(Mapping[str, FileInfo]):
-    """The files of a hierarchy: its documents, and the chunks, which are looked at when one asks for them. A chunk that
-    is not there has size and time 0."""
+    """The files of a hierarchy: its documents, and the chunks. Chunks that ``states`` lacks are looked at when one asks
+    for them. A chunk that is not there has size and time 0."""
 
-    def __init__(self, store: Store, documents: Mapping[str, FileInfo], chunks: Sequence[GridFragments | str]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        documents: Mapping[str, FileInfo],
+        states: Mapping[str, FileInfo],
+        chunks: Sequence[GridFragments | str],
+    ) -> None:
         self._store = store
         self._documents = dict(documents)
+        self._states = states
         self._chunks = tuple(chunks)
         self._single = {chunk for chunk in chunks if isinstance(chunk, str)}
         self._grids = {chunk.folder: chunk for chunk in chunks if isinstance(chunk, GridFragments)}
@@ -265,14 +277,16 @@ class ChunkFiles(Mapping[str, FileInfo]):
         """Those of them."""
         wanted = dict.fromkeys(paths)
         documents = {path: info for path, info in self._documents.items() if path in wanted}
-        return ChunkFiles(self._store, documents, [path for path in wanted if path not in documents and path in self])
+        chunks = [path for path in wanted if path not in documents and path in self]
+        states = self._states.only(chunks, {}) if isinstance(self._states, Listed) else self._states
+        return ChunkFiles(self._store, documents, states, chunks)
 
     def __getitem__(self, path: str) -> FileInfo:
         if path in self._documents:
             return self._documents[path]
         if path not in self:
             raise KeyError(path)
-        return present(self._store, path) or FileInfo(0, 0)
+        return self._states.get(path) or present(self._store, path) or ABSENT
 
     def __contains__(self, path: object) -> bool:
         if not isinstance(path, str):

@@ -10,7 +10,7 @@ from ...io.storage.base import Store
 
 class Keys:
     """The names below the folder of an array, down to the depth of the keys of its chunks. They are listed once, on
-    first use."""
+    first use, unless a listing told them before."""
 
     def __init__(self, store: Store, folder: str, prefix: str, separator: str, ndim: int) -> None:
         self._store = store
@@ -18,6 +18,11 @@ class Keys:
         self._prefix = prefix
         self._levels = ndim + bool(prefix) if separator == "/" else 1
         self._found: list[str] | None = None
+        self._are_kept = False
+
+    def take(self, names: list[str]) -> None:
+        """Use names of a listing that was made when the hierarchy was opened; pickles have them, too."""
+        self._found, self._are_kept = names, True
 
     def __iter__(self) -> Iterator[str]:
         if self._found is None:
@@ -34,4 +39,4 @@ class Keys:
                 yield from self._below(key, levels - 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_found": None}
+        return self.__dict__ if self._are_kept else self.__dict__ | {"_found": None}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...core.box import Shape, fits
 from ...core.chunking import grid_of
-from ...core.index import Codec
+from ...core.extents import Codec
 from ...errors import CorruptError, FormatError
 from ...io.codecs import KNOWN
 from .grid import Level, Packing

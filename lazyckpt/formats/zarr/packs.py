@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from ...core.box import Shape, fits
 from ...core.dtypes import DType
-from ...core.index import Specs, TensorSpec
 from ...core.packs import member
+from ...core.specs import Specs, TensorSpec
 from ...errors import CorruptError
 from .documents import NAMES, Json
 

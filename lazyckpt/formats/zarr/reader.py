@@ -9,25 +9,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from itertools import islice, repeat
+from dataclasses import replace
+from itertools import repeat
 from operator import itemgetter
 from typing import Any
 
-from ...core.index import FileInfo, Index, Mesh, TensorSpec
+from ...core.index import FileInfo, Index
+from ...core.placement import Mesh
+from ...core.specs import TensorSpec
 from ...errors import CorruptError, FormatError, MissingFileError, Problem, only_one, some
 from ...io.plain_json import decode
-from ...io.storage.base import Store, look
+from ...io.storage.base import Store
+from ...io.storage.listed import Listed
 from ..reader import Reader, Source
 from .documents import ATTRIBUTE, JOB, PACKING, component, dimension_names
 from .grid import Array, ChunkFiles, GridFragments, Place, spec_of
 from .keys import Keys
+from .listing import listed
 from .metadata import array_v2, array_v3
 from .packing import NoTensorError, unknown_codecs
 from .packs import Members, PackedSpecs, members
 from .tree import ROOTS, Folder, Nodes, Tree, Zip, is_zip_of_zarr, nodes
 
 _ALONE = "array"  # name of the tensor if the hierarchy is a single array
-_LOOKED = 256  # chunks whose versions the store records on opening; those of the others it records at the first read
 _DIMENSION = re.compile(r"d\d+(?:_\d+)?")
 _LOOKED_INTO = 64  # maximum number of subfolders that are examined in a folder without a document
 
@@ -70,17 +74,16 @@ def _read(source: Source) -> Index:
         for path, array in arrays.items()
     }
     files: Mapping[str, FileInfo] = tree.documents
+    states: Listed | None = None
     if isinstance(tree, Folder):
-        files = chunks = ChunkFiles(source.store, tree.documents, list(fragments.values()))
-        if not source.store.gap:  # over a network, each chunk would take a request
-            for path in islice(chunks.paths(), _LOOKED):
-                look(source.store, path)
+        states = listed(source.store, tree.documents, fragments)
+        files = ChunkFiles(source.store, tree.documents, states, list(fragments.values()))
     if own:
         where = tree.where("zarr.json")
         for path, array in arrays.items():
             _check_shape(array, found.arrays[path][1].get("dimension_names"), f"{where}: {path!r:.80}")
-        return _own_index(about, fragments, files, tree, problems)
-    return _index(fragments, found, files, tree, problems, unreadable)
+        return replace(_own_index(about, fragments, files, tree, problems), listed=states)
+    return replace(_index(fragments, found, files, tree, problems, unreadable), listed=states)
 
 
 def _keys(store: Store, path: str, array: Array) -> Keys:

@@ -10,20 +10,26 @@ import json
 import os
 import posixpath
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.index import FileInfo, ZipEntry
+from ...core.extents import ZipEntry
+from ...core.index import FileInfo
 from ...errors import CorruptError, FormatError
+from ...io.containers.needs import WHOLE
 from ...io.containers.zip import DEFLATED, ENCRYPTED, STORED, data_offset, read_zip
 from ...io.limits import Budget, check_levels
 from ...io.pool import each
-from ...io.storage.base import Store, StoreFile, present
-from ...io.storage.fsspec import is_url
+from ...io.storage.access import present
+from ...io.storage.base import Store
+from ...io.storage.streams import StoreFile
+from ...io.storage.urls import is_url
+from ..shared.announce import announce, announce_folders, listing
 from .grid import Place
 
 _MAX_DOCUMENT = 1 << 28  # maximum size of a document, in bytes
+_DOCUMENTS = ("zarr.json", ".zarray", ".zattrs", ".zgroup")
 ROOTS = ("zarr.json", ".zmetadata", ".zgroup", ".zarray")
 
 
@@ -39,7 +45,14 @@ class Folder:
 
     def listed(self, folder: str) -> Mapping[str, bool]:
         """Return the names directly inside a folder, each with whether it is a folder."""
-        return {name: entry.is_dir for name, entry in self.store.list(folder).items()}
+        return {name: entry.is_dir for name, entry in listing(self.store, folder).items()}
+
+    def announce(self, folders: Sequence[str]) -> None:
+        """Announce that these folders are listed, and their documents read."""
+        announce_folders(self.store, folders)
+        if isinstance(self.store, Store) and self.store.ahead is not None:
+            names = {folder: self.listed(folder) for folder in folders}
+            announce(self.store, [posixpath.join(f, n) for f in folders for n in _DOCUMENTS if n in names[f]], WHOLE)
 
     def is_circle(self, folder: str) -> bool:
         """Return whether a folder is a link to one of its parents."""
@@ -94,6 +107,9 @@ class Zip:
     def listed(self, folder: str) -> Mapping[str, bool]:
         """Return the names directly inside a folder, each with whether it is a folder."""
         return self._folders.get(folder, {})
+
+    def announce(self, folders: Sequence[str]) -> None:
+        """Do nothing, because the directory of the zip has all names."""
 
     def is_circle(self, folder: str) -> bool:
         """Return False, because links in a zip are not followed."""
@@ -218,6 +234,7 @@ def _walk(tree: Tree, found: Nodes) -> None:
     level, seen = [""], 0
     for _ in range(_DEPTH):
         below: dict[str, list[str]] = {}
+        tree.announce(level)
 
         def visit(folder: str, below: dict[str, list[str]] = below) -> None:
             try:

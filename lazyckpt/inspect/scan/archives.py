@@ -21,7 +21,7 @@ from ...errors import CorruptError
 from ...io.containers.pickle.trace import Bytes, Held
 from ...io.containers.zip import DEFLATED, HEADER_SIZE, STORED, ZIP_MAGIC, read_zip
 from ...io.limits import Budget
-from ...io.storage.base import StoreFile
+from ...io.storage.streams import StoreFile
 
 _HEADER = struct.Struct("<4s5H3I2H")
 _BLOCK = 512  # bytes of a block of a tar

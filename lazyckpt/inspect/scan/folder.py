@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 import stat
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 from ...core.units import plural
 from ...errors import DataError, LazyckptError, printable, some
+from ...formats.archives import locate
 from ...io.containers.pickle.audit import GRADES
-from ...io.storage.base import Store, StoreFile
-from ...io.storage.fsspec import is_url, split_url
-from ...io.storage.local import LocalStore, split
+from ...io.storage.base import Store
+from ...io.storage.local import LocalStore
+from ...io.storage.streams import StoreFile
 from ..report import Finding, Report
+from .blocks import Blocks
 from .contents import Contents, examine_file
 
 _FILES_NAMED = 100  # files that the details of a finding name
+_TOGETHER = 16  # files behind a network that are examined at a time
 
 
 def scan(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Report:
@@ -51,9 +55,7 @@ def scan(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | N
         The URL is a folder that its server does not list.
     """
     begun = monotonic()
-    url = is_url(os.fspath(path))
-    store: Store
-    store, name = split_url(os.fspath(path), storage_options) if url else split(path)
+    store, name = locate(os.fsdecode(path), storage_options)
     findings: list[Finding] = []
     seen: list[Contents] = []
     with closing(store):
@@ -61,17 +63,13 @@ def scan(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | N
             paths: Iterator[str] = iter([name])
         elif isinstance(store, LocalStore):
             paths = _local(store.root, findings)
-        elif store.listable:
-            paths = _listed(store)
         else:
-            raise DataError(f"{store.root}: its server does not list folders. Scan its files by their own URLs")
+            paths = _listed(store, findings)
         count = 0
-        for one in paths:
+        for one, found in _examined(store, paths):
             count += 1
-            try:
-                found = examine_file(StoreFile(store, one, tail=1 << 12, head=1 << 12), one)
-            except LazyckptError as e:
-                findings.append(Finding("not-examined", f"{printable(one)}: {e}", one, severity="warning"))
+            if isinstance(found, LazyckptError):
+                findings.append(Finding("not-examined", f"{printable(one)}: {found}", one, severity="warning"))
                 continue
             findings += found.findings
             found.findings = []
@@ -84,6 +82,30 @@ def scan(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | N
         "seconds": round(monotonic() - begun, 3),
     }  # fmt: skip
     return Report.of(os.fspath(path), "scan", findings, facts)
+
+
+def _examined(store: Store, paths: Iterator[str]) -> Iterator[tuple[str, Contents | LazyckptError]]:
+    """Yield the files with what they hold, or with the error of reading them, in order; those behind a network are
+    examined several at a time."""
+
+    def examine(path: str) -> tuple[str, Contents | LazyckptError]:
+        try:
+            inner = cast("Store", Blocks(store, path)) if store.is_remote else store
+            return path, examine_file(StoreFile(inner, path, tail=1 << 12, head=1 << 12), path)
+        except LazyckptError as e:
+            return path, e
+
+    if not store.is_remote:
+        yield from map(examine, paths)
+        return
+    with ThreadPoolExecutor(_TOGETHER, thread_name_prefix="lazyckpt-scan") as pool:
+        late: deque[Future[tuple[str, Contents | LazyckptError]]] = deque()
+        for path in paths:
+            late.append(pool.submit(examine, path))
+            if len(late) > 2 * _TOGETHER:
+                yield late.popleft().result()
+        while late:
+            yield late.popleft().result()
 
 
 def _local(root: str, findings: list[Finding]) -> Iterator[str]:
@@ -133,17 +155,27 @@ def _is_blob(link: str, target: str) -> bool:
     return os.path.dirname(target) == os.path.join(repository, "blobs")
 
 
-def _listed(store: Store) -> Iterator[str]:
-    """Yield the files below the root of a store."""
+def _listed(store: Store, findings: list[Finding]) -> Iterator[str]:
+    """Yield the files below the root of a store, those of a folder before those of its folders. Raises DataError if
+    the server does not list folders; reports that a web server may hide files."""
     left = [""]
+    hides = not store.listable
     while left:
         folder = left.pop()
-        for name, entry in sorted(store.list(folder).items()):
-            inner = f"{folder}/{name}" if folder else name
-            if entry.is_dir:
-                left.append(inner)
-            else:
-                yield inner
+        names = store.names(folder)
+        if names is None and not folder:
+            raise DataError(f"{store.root}: its server does not list folders. Scan its files by their own URLs")
+        if names is None:
+            text = f"{printable(folder)} is a folder that the server does not list"
+            findings.append(Finding("not-examined", text, folder, severity="warning"))
+            continue
+        inside = sorted((f"{folder}/{name}".lstrip("/"), is_folder) for name, is_folder in names.items())
+        hides = hides and not any(name.startswith(".") for name in names)
+        yield from (name for name, is_folder in inside if not is_folder)
+        left += [name for name, is_folder in reversed(inside) if is_folder]
+    if hides:
+        text = "the pages of the server show no file whose name begins with a dot: it may have some that it hides"
+        findings.append(Finding("not-examined", text, None, todo="Download the folder and scan it, if that matters."))
 
 
 def _with_code_named(findings: list[Finding]) -> list[Finding]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.fragments import fragments_of
@@ -13,10 +16,11 @@ from ...core.units import plural
 from ...errors import LazyckptError, some
 from ...io.reading.gather import alone
 from ...io.reading.packed import locate
+from ...io.storage.joined import stores_of
 from ...jobs.batching import Task
 from ...jobs.executor import OVERHEAD, Run
 from ...jobs.progress import Bar
-from ...lazy import LazyArray, shape_of
+from ...lazy import LazyArray, read_together, shape_of
 from ..report import Finding, Severity
 from .sweep import Target
 
@@ -37,12 +41,17 @@ def steps(states: Mapping[str, Mapping[str, LazyArray]], meta: Mapping[str, Any]
         if type(value) is int and value >= 0:
             found[""] = float(value)
             break
-    for name, tensor in list(states.get("step", {}).items())[:_STEPS]:
-        if tensor.numel() == 1:
-            try:
+    scalars = {name: t for name, t in islice(states.get("step", {}).items(), _STEPS) if t.numel() == 1}
+    return found | _read(scalars)
+
+
+def _read(scalars: Mapping[str, LazyArray]) -> dict[str, float]:
+    """Return the values of tensors of one element, without those that cannot be read: `sweep` reports them."""
+    found = {}
+    with read_together(scalars.values()):
+        for name, tensor in scalars.items():
+            with suppress(LazyckptError, OSError):
                 found[name] = float(tensor[...].reshape(()))
-            except (LazyckptError, OSError):  # sweep reports it
-                continue
     return found
 
 
@@ -71,15 +80,11 @@ def differing_ranks(view_format: str, stored: Callable[[], Mapping[str, LazyArra
     if not view_format.startswith("deepspeed"):
         return
     made: dict[float, dict[str, None]] = {}
-    names = [name for name in stored() if name.endswith(".step")]
-    for name in names[:_STEPS]:
-        tensor = stored()[name]
-        try:
-            if tensor.numel() == 1:
-                step = float(tensor[...].reshape(()))
-                made.setdefault(step, {})[tensor.spec.fragments[0].extent.path] = None
-        except (LazyckptError, OSError):  # sweep reports it
-            continue
+    tensors = stored()
+    named = ((name, tensors[name]) for name in islice((name for name in tensors if name.endswith(".step")), _STEPS))
+    scalars = {name: tensor for name, tensor in named if tensor.numel() == 1}
+    for name, step in _read(scalars).items():
+        made.setdefault(step, {})[scalars[name].fragments[0].extent.path] = None
     if len(made) > 1:
         usual = max(made, key=lambda step: len(made[step]))
         odd = [(path, step) for step, paths in made.items() if step != usual for path in paths]
@@ -131,7 +136,7 @@ def compared(
 
     def tasks() -> Iterator[Task]:
         for n, target in enumerate(targets):
-            if n not in known and len(target.tensor.spec.fragments) > 1:
+            if n not in known and len(target.tensor.fragments) > 1:
                 jobs.append(("replicas", target))
                 work = partial(_replicas, target.tensor, len(jobs) - 1)
                 yield Task(target.tensor.nbytes, 2 * _PIECE + OVERHEAD, work, target.tensor)
@@ -192,7 +197,7 @@ def compared(
 
 def _replicas(tensor: LazyArray, number: int) -> _Pair:
     """Compare the copies of the same elements, a piece at a time."""
-    store, spec = tensor.store, tensor.spec
+    store, spec = stores_of(tensor.store)[0], replace(tensor.spec, fragments=tensor.fragments, expr=None)
     find = partial(locate, store, name=tensor.name)
     differ, largest, where = 0, 0.0, dict[tuple[str, str], None]()
     try:

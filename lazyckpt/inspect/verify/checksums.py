@@ -23,13 +23,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.index import Archive
+from ...core.extents import Archive
+from ...core.requests import Ints
 from ...errors import CorruptError, DataError, LazyckptError
+from ...io.containers.torch_file import ends
 from ...io.containers.zip import DEFLATED, STORED, ZIP_MAGIC, data_offsets, last_length, read_columns
 from ...io.pool import each
 from ...io.reading.packed import unpack
-from ...io.storage.base import Store, StoreFile
-from ...io.storage.fsspec import is_url
+from ...io.storage.base import Store
+from ...io.storage.streams import StoreFile
+from ...io.storage.urls import is_url
 from ...jobs.batching import Task
 from ...jobs.executor import Run
 from ..report import Finding
@@ -39,6 +42,8 @@ _PIECE = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DOWNLOADS = ".cache/huggingface/download"
 _SMALL = 64 << 20  # bytes of a document that is read
+_TOGETHER = 512  # archives of a file whose ends are read together
+_BETWEEN = 64 << 10  # bytes before an archive that are read with its ends, where objects may be
 _FOLDERS = 16  # in which integrity.json is looked for
 
 
@@ -88,23 +93,40 @@ def _of_archives(store: Store, path: str, archives: Sequence[Archive]) -> Record
     """Return the records of archives that follow each other in a file; what lies between them holds objects."""
     records: list[Record] = []
     findings: list[Finding] = []
+    places = [*sorted({(one.offset, one.length) for one in archives}), (store.stat(path).size, 0)]
     at = 0
-    for offset, length in [*sorted({(one.offset, one.length) for one in archives}), (store.stat(path).size, 0)]:
-        windows = list(_objects(store, path, at, offset))
-        for start, size in [*windows, (offset, length)]:
-            file = StoreFile(store, path, window=(start, size))
-            if file.size < len(ZIP_MAGIC) or file.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
-                continue
-            try:
-                found = _of_zip(file, f"{path} (at byte {start:,})")
-            except CorruptError:
-                if start == offset:
-                    raise
-                continue  # an object that is a zip of another kind; if it is damaged, the reader says so
-            records += found.records
-            findings += found.findings if not findings else ()
-        at = max(at, offset + length)
+    for first in range(0, len(places), _TOGETHER):
+        group = places[first : first + _TOGETHER]
+        with store.holding(_looked_at(path, group, at)):
+            for offset, length in group:
+                windows = list(_objects(store, path, at, offset))
+                for start, size in [*windows, (offset, length)]:
+                    file = StoreFile(store, path, *ends(size), window=(start, size))
+                    if file.size < len(ZIP_MAGIC) or file.at(0, len(ZIP_MAGIC)) != ZIP_MAGIC:
+                        continue
+                    try:
+                        found = _of_zip(file, f"{path} (at byte {start:,})")
+                    except CorruptError:
+                        if start == offset:
+                            raise
+                        continue  # an object that is a zip of another kind; if it is damaged, the reader says so
+                    records += found.records
+                    findings += found.findings if not findings else ()
+                at = max(at, offset + length)
     return Recorded(tuple(records), tuple(findings))
+
+
+def _looked_at(path: str, places: Sequence[tuple[int, int]], at: int) -> dict[str, tuple[Ints, Ints]]:
+    """Return the runs of a file that `_of_archives` reads: the ends of archives, of which ``places`` are the offsets
+    and lengths, and of what lies between them from ``at`` on."""
+    runs = set[tuple[int, int]]()
+    for offset, length in places:
+        between = min(max(0, offset - at), _BETWEEN)
+        tail, head = ends(length)
+        runs |= {(offset - between, between), (offset, head), (offset + length - tail, tail)}
+        at = max(at, offset + length)
+    columns = np.array(sorted(run for run in runs if run[1]), np.int64).reshape(-1, 2).T
+    return {path: (columns[0], columns[1])} if columns.size else {}
 
 
 def _objects(store: Store, path: str, start: int, end: int) -> Iterator[tuple[int, int]]:

@@ -58,10 +58,11 @@ def _examined(
     if level != "quick":
         run = runner(executor, memory)
         recorded = checksums.recorded_sha256(store, list(watched)) | recorded
+        archives, packed = structure.archives_of(targets)
+        structure.located(store, archives)
         steps = agreement.steps(states, view.meta)
         findings += agreement.differing_steps(steps)
         findings += agreement.differing_ranks(view.format, lambda: view.stored)
-        archives, packed = structure.archives_of(targets)
         findings += structure.overlaps(archives)
         kept = checksums.of_files(store, list(watched), archives)
         findings += [f for one in kept.values() for f in one.findings]

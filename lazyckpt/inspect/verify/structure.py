@@ -5,21 +5,26 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import islice
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from ...core.extents import Archive, Extent
 from ...core.fragments import fragments_of
-from ...core.index import Archive, Extent, FileInfo
+from ...core.index import FileInfo
 from ...core.units import plural
 from ...errors import LazyckptError, some
+from ...io.reading.packed import locate_all
 from ...io.storage.base import Store
 from ...lazy import LazyArray, shape_of
 from ..report import Finding
 from .sweep import Target
 
 _HOUR = 3600 * 10**9
+_LOCATED = 1024  # archives that are located at once
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "fp32")  # as their parameters
 
 
@@ -80,7 +85,7 @@ def archives_of(targets: Sequence[Target]) -> tuple[dict[str, list[Archive]], li
     plain: dict[str, list[Archive]] = {}
     packed: dict[Any, Archive] = {}
     for target in targets:
-        fragments = target.tensor.spec.fragments
+        fragments = target.tensor.fragments
         if type(fragments) is tuple and len(fragments) == 1 and type(fragments[0].extent) is Extent:
             continue  # most, of hundreds of thousands
         for one in fragments_of(fragments).packed():
@@ -89,6 +94,15 @@ def archives_of(targets: Sequence[Target]) -> tuple[dict[str, list[Archive]], li
             elif isinstance(one, Archive):
                 plain.setdefault(one.path, []).append(one)
     return plain, list(packed.values())
+
+
+def located(store: Store, archives: Mapping[str, Sequence[Archive]]) -> None:
+    """Locate the tensors in archives, many with one request where the store is behind a network. An archive that cannot
+    be read is reported by what reads it next."""
+    stream = iter([(one, one.path) for some in archives.values() for one in some] if store.joins else ())
+    while group := list(islice(stream, _LOCATED)):
+        with suppress(LazyckptError, OSError):
+            locate_all(store, group)
 
 
 # Format -> the file that its writer writes last, beside the folders of the checkpoints; or another that does for it.

@@ -22,20 +22,24 @@ import numpy as np
 from ...core.box import c_strides
 from ...core.copies import Copy
 from ...core.dtypes import DType
-from ...core.index import Extent, Hole, Packed, TensorSpec
+from ...core.expr import parallel
+from ...core.extents import Extent, Hole, Packed
 from ...core.plan import UncoveredError, pieces_of
+from ...core.specs import TensorSpec
 from ...core.table import Copies
 from ...errors import DataError, LazyckptError
 from ...io.codecs import WRONG_CHECKSUM
 from ...io.reading.gather import planned
 from ...io.reading.packed import is_filler, locate
-from ...io.storage.base import Store, narrow
+from ...io.storage.access import narrow
+from ...io.storage.base import Store
+from ...io.storage.joined import Joined, stores_of
 from ...io.tensors import as_bytes
 from ...jobs.batching import Task
 from ...jobs.executor import OVERHEAD, Run
+from ...jobs.pieces import scratch
 from ...jobs.places import combined
 from ...jobs.progress import Bar
-from ...jobs.write import scratch
 from ...lazy import LazyArray, shape_of
 from .tally import add, is_judged, tallies, tally, tally_runs
 
@@ -148,6 +152,9 @@ def blocks_of(tensor: LazyArray) -> Sequence[Copy]:
 
     Raises what reading raises, except for missing files.
     """
+    if tensor.spec.expr is not None:
+        store = stores_of(tensor.store)[0]
+        return [copy for spec in parallel(tensor.spec) for copy in blocks_of(LazyArray(store, spec))]
     want = tuple(map(range, tensor.spec.shape))
     try:
         return planned(tensor.store, tensor.spec, want)
@@ -155,6 +162,12 @@ def blocks_of(tensor: LazyArray) -> Sequence[Copy]:
         find = partial(locate, tensor.store, name=tensor.name)
         some = (f for f in tensor.spec.fragments if not isinstance(f.extent, Hole))
         return [c for f in some for _, c in pieces_of(f, want, find) if isinstance(c, Copy)]
+
+
+def _stored_as(spec: TensorSpec) -> DType | None:
+    """Return the dtype of a tensor in its files; None if it is computed from others than elements at its places."""
+    kinds = {one.dtype for one in parallel(spec)}
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def sweep(
@@ -190,14 +203,18 @@ def sweep(
     total = 0
     for n, target in enumerate(targets):  # may be hundreds of thousands
         spec = target.tensor.spec
-        kinds.append(spec.dtype)
+        dtype = None if isinstance(target.tensor.store, Joined) else _stored_as(spec)
+        kinds.append(dtype or spec.dtype)
         count = prod(shape_of(target.tensor))
         total += count * spec.dtype.itemsize
         judged = judges.get(spec.dtype)
         if judged is None:
             judged = judges[spec.dtype] = is_judged(spec.dtype)
-        if not judged or not count or not spec.fragments:
+        if not judged or not count or not (spec.fragments or spec.expr is not None):
             continue  # a tensor without fragments is a problem of the view
+        if dtype is None:
+            rest.append((n, target.tensor, False))
+            continue
         extent = _alone(spec)
         if extent is not None:
             single.append((paths.setdefault(extent.path, len(paths)), extent.offset, count, n, 0))
@@ -281,8 +298,8 @@ def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Runs, list[
     With each part it returns whether it is a packed chunk, which is read as a whole.
     """
     copies = blocks_of(tensor)
-    spec, ndim = tensor.spec, tensor.ndim
-    if isinstance(copies, Copies) and copies.table.packed is None and copies.table.dtype is spec.dtype:
+    dtype, ndim = _stored_as(tensor.spec) or tensor.spec.dtype, tensor.ndim
+    if isinstance(copies, Copies) and copies.table.packed is None and copies.table.dtype is dtype:
         local = [paths.setdefault(path, len(paths)) for path in copies.table.paths]
         plain = _is_run(copies.shapes, copies.strides)
         files, offsets = np.array(local, np.int64)[copies.table.files[plain]], copies.offsets[plain]
@@ -293,9 +310,9 @@ def _runs(n: int, tensor: LazyArray, paths: dict[str, int]) -> tuple[Runs, list[
         for m, copy in enumerate(copies):
             extent = copy.extent
             shape, strides = np.array([copy.shape]), np.array([copy.strides])
-            raw = extent.raw and extent.dtype is spec.dtype and not copy.sparse
+            raw = extent.raw and extent.dtype is dtype and not copy.sparse
             if raw and (not ndim or _is_run(shape.reshape(1, ndim), strides.reshape(1, ndim))[0]):
-                offset = extent.offset + copy.start * spec.dtype.itemsize
+                offset = extent.offset + copy.start * dtype.itemsize
                 file = paths.setdefault(extent.path, len(paths))
                 rows.append((file, offset, prod(copy.shape), m))
             else:

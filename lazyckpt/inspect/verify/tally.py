@@ -120,5 +120,6 @@ def _of_block(block: torch.Tensor, limit: float) -> tuple[int, int, int, int, in
     zeros = x.numel() - int(torch.count_nonzero(x)) if low <= 0 <= high else 0
     squares = float(torch.dot(x, x))
     if not math.isfinite(squares):
-        squares = float(torch.linalg.vector_norm(x.to(torch.float64))) ** 2
+        norm = float(torch.linalg.vector_norm(x.to(torch.float64)))
+        squares = norm * norm  # infinite if it is too large: ``**`` raises OverflowError
     return count, nan, inf, zeros, edge, low, high, squares

@@ -227,7 +227,8 @@ def _trimmed(target: Target, swept: Swept, own: Array, largest: float, few: floa
         for _, piece in target.tensor.pieces(_PIECE):
             x = _flat(piece[...]).abs()
             kept = x[x < largest / _FAR]
-            total, count = total + float(torch.linalg.vector_norm(kept)) ** 2, count + kept.numel()
+            norm = float(torch.linalg.vector_norm(kept))
+            total, count = total + norm * norm, count + kept.numel()
     except (LazyckptError, OSError):  # sweep reports it
         return None
     removed = math.prod(target.tensor.spec.shape) - count
@@ -294,7 +295,7 @@ def _found(target: Target, swept: Swept | None, runs: Array | None, odd: Mask) -
 def _blocks(target: Target, swept: Swept | None, runs: Array | None) -> Iterator[tuple[tuple[slice, ...], str]]:
     """Yield the blocks of a tensor that some runs hold, with their files; the whole tensor if there are none."""
     if swept is None or runs is None or not len(runs):
-        paths = {f.extent.path for f in target.tensor.spec.fragments[:2]}
+        paths = {f.extent.path for f in target.tensor.fragments[:2]}
         yield (), (paths.pop() if len(paths) == 1 else "")
         return
     copies = blocks_of(target.tensor)

@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.box import Shape, fits
+from ...core.columns import Extents, Kind
 from ...core.dtypes import F4_E2M1FN_X2, FROM_SAFETENSORS, U8
-from ...core.extents import Extents, Kind
 from ...core.index import FileInfo
 from ...errors import CorruptError, Problem
-from ..storage.base import Store, StoreFile
+from ..storage.base import Store
+from ..storage.streams import StoreFile
 
 MAX_HEADER = 100_000_000  # bytes, as in the reference implementation
 # bits per element; the 4- and 6-bit dtypes are packed, so their shape differs from that of torch's tensor

@@ -15,11 +15,13 @@ from functools import lru_cache
 from typing import Any
 
 from ...core.box import Shape, c_strides, hull
+from ...core.columns import Extents, Kind
 from ...core.dtypes import DType
-from ...core.extents import Extents, Kind
-from ...core.index import Extent, FileInfo, Inline
+from ...core.extents import Extent, Inline
+from ...core.index import FileInfo
 from ...errors import CorruptError, FormatError
-from ..storage.base import Store, StoreFile
+from ..storage.base import Store
+from ..storage.streams import StoreFile
 from .pickle.machine import Pickle
 from .pickle.memo import Items
 from .pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage, viewed_storage
@@ -164,7 +166,7 @@ def read_torch_file(
     file; the offsets of its records are still relative to the whole file. Raises FormatError for other formats
     (TorchScript, .pt2, torch.package, other zips, plain pickles), CorruptError for damage, MissingFileError.
     """
-    file = StoreFile(store, path) if window is None else StoreFile(store, path, *_ends(window[1]), window)
+    file = StoreFile(store, path) if window is None else StoreFile(store, path, *ends(window[1]), window)
     head = file.at(0, min(file.size, 512))
     if head.startswith(ZIP_MAGIC):
         return _read_zip(file, pickles or Pickles())
@@ -184,7 +186,7 @@ def read_torch_file(
     raise FormatError(f"{file.where} is not a file of torch.save (it begins with {head[:8]!r})")
 
 
-def _ends(size: int) -> tuple[int, int]:
+def ends(size: int) -> tuple[int, int]:
     """Return the number of bytes to read in one request at the end and at the start of a small archive."""
     return (size, 0) if size <= 4 * _END else (_END, _END)
 

@@ -16,15 +16,15 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from ...core.index import ZipEntry
+from ...core.extents import ZipEntry
 from ...errors import CorruptError
-from ..storage.base import StoreFile
+from ..storage.streams import StoreFile
 from .pickle.records import short
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -68,6 +68,19 @@ NEAR = 32 << 10  # bytes; headers with a smaller gap are read together
 _WINDOW = 1 << 20  # maximum bytes of one read of headers
 _SMALL_WINDOW = 128 << 10  # the same for zips with few records
 _AT_ONCE = 16 << 20  # maximum bytes of such reads in memory at a time
+
+
+class Where(Protocol):
+    """What errors name: a file."""
+
+    @property
+    def where(self) -> str: ...
+
+
+class Named(NamedTuple):
+    """A file that is only named."""
+
+    where: str
 
 
 class Zip(NamedTuple):
@@ -223,7 +236,7 @@ def _large(file: StoreFile, name: str, extra: bytes, small: tuple[int, int, int]
     return found[0], found[1], found[2]
 
 
-def _zip64(file: StoreFile, name: str, extra: bytes) -> bytes | None:
+def _zip64(file: Where, name: str, extra: bytes) -> bytes | None:
     """Return the content of the zip64 extra field; None if there is none."""
     found, at = None, 0
     while at < len(extra):
@@ -400,7 +413,7 @@ def data_offsets(file: StoreFile, start: int, records: Records) -> NDArray[np.in
         if records.lengths[n] > records.raw.shape[1]:
             begins[n] = data_offset(file, entry)
         else:
-            begins[n] = _check_header(file, entry, headers[n].tobytes())
+            begins[n] = check_header(file, entry, headers[n].tobytes())
     ends = begins + records.stored
     for n in np.flatnonzero(~_described(records, behind, nexts - ends)).tolist():
         length = int(nexts[n] - ends[n])
@@ -437,7 +450,7 @@ def data_offsets_of_few(file: StoreFile, start: int, entries: Sequence[ZipEntry]
                 length = places[n] - found[-1] - entries[n - 1].stored
                 _check_behind(file, entries[n - 1], window[at - length : at] if 0 < length <= at else b"", length)
             if n < len(entries):
-                found.append(_check_header(file, entries[n], window[at : at + lengths[n]]))
+                found.append(check_header(file, entries[n], window[at : at + lengths[n]]))
     return found
 
 
@@ -448,7 +461,7 @@ def data_offset(file: StoreFile, entry: ZipEntry) -> int:
     unless both repeat the directory's values and the data ends where the next record begins.
     """
     room = _HEADER.size + len(entry.name.encode()) + _EXTRA
-    found = _check_header(file, entry, file.at(entry.header, max(_HEADER.size, min(room, file.size - entry.header))))
+    found = check_header(file, entry, file.at(entry.header, max(_HEADER.size, min(room, file.size - entry.header))))
     if entry.after >= 0:
         length = entry.after - found - entry.stored
         behind = file.at(found + entry.stored, length) if length in _DESCRIPTORS else b""
@@ -457,7 +470,7 @@ def data_offset(file: StoreFile, entry: ZipEntry) -> int:
 
 
 def _repeats(records: Records, headers: NDArray[np.uint8], fields: NDArray[np.void]) -> NDArray[np.bool_]:
-    """Return a mask of the headers that repeat the directory in the usual way. `_check_header` accepts all of these,
+    """Return a mask of the headers that repeat the directory in the usual way. `check_header` accepts all of these,
     and possibly others."""
     name = headers[:, _HEADER.size : _HEADER.size + records.raw.shape[1]]
     inside = np.arange(records.raw.shape[1]) < records.lengths[:, None]
@@ -495,7 +508,7 @@ def _described(records: Records, behind: NDArray[np.uint8], lengths: NDArray[np.
     return found
 
 
-def _check_header(file: StoreFile, entry: ZipEntry, data: bytes) -> int:
+def check_header(file: Where, entry: ZipEntry, data: bytes) -> int:
     """Return the offset of a record's data, after checking the record's header at the start of ``data``."""
     magic, _, flags, method, _, _, crc, stored, nbytes, n_name, n_extra = _HEADER.unpack_from(data)
     if magic != ZIP_MAGIC:
@@ -545,7 +558,8 @@ def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.
     rows = np.zeros((len(starts), width), np.uint8)
     near = max(NEAR, file.store.gap)
     outside = (starts < 0) | (starts + width > file.size)
-    cuts = (np.diff(starts) - width > near) | outside[1:] | outside[:-1]
+    ends = file.ends_of(starts, width)
+    cuts = (np.diff(starts) - width > near) | outside[1:] | outside[:-1] | (ends[1:] != ends[:-1])
     mapped = None if file.store.gap or cuts.all() else file.store.map(file.path)
     if mapped is None:
         cuts |= np.diff(starts // _WINDOW) > 0
@@ -589,7 +603,7 @@ def _rows(file: StoreFile, starts: NDArray[np.int64], width: int) -> NDArray[np.
     return rows
 
 
-def refused(file: StoreFile, what: str) -> CorruptError:
+def refused(file: Where, what: str) -> CorruptError:
     """Return the error for a zip that readers could interpret differently."""
     return CorruptError(
         f"{file.where}: {what}. The zip is damaged, or made so that other readers see something else in it: copy it "

@@ -15,7 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import CorruptError, FormatError, some
-from ..storage.base import Store, StoreFile
+from ..storage.announced import SMALL
+from ..storage.base import Store
+from ..storage.streams import StoreFile
 from .pickle.records import short
 from .zip import (
     ENCRYPTED,
@@ -297,10 +299,14 @@ def _deferred(file: StoreFile, start: int, records: Records) -> NDArray[np.int64
     if not guarded:
         if store.reads_of_headers is None:
             return None
-        reads = reads_of_headers(file, records)
-        if reads <= max(_MANY, store.reads_of_headers):
-            store.reads_of_headers -= reads
-            return None
+        if store.is_remote:
+            if file.size <= SMALL:  # the whole file is requested at once
+                return None
+        else:
+            reads = reads_of_headers(file, records)
+            if reads <= max(_MANY, store.reads_of_headers):
+                store.reads_of_headers -= reads
+                return None
     begins, certain = aligned_offsets(start, records)
     others = np.flatnonzero(~certain).tolist()
     first = next(iter(np.flatnonzero(certain & (records.stored > 0)).tolist()), None)
@@ -316,7 +322,8 @@ def _deferred(file: StoreFile, start: int, records: Records) -> NDArray[np.int64
     if data_offset(file, records.entry(first)) != begins[first]:  # not written by torch
         return None
     if not guarded:
-        store.guards[file.path] = HeaderGuard(records, begins, bytes(~certain))
+        guard = store.guards[file.path] = HeaderGuard(records, begins, bytes(~certain))
+        guard.ask(store, file.path)
     return begins
 
 

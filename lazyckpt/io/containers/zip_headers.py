@@ -11,15 +11,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.index import FileInfo
+from ...core.requests import Ints
 from ...errors import CorruptError
-from ..storage.base import Entry, Fetched, Store, StoreFile
+from ..storage.base import Entry, Fetched, Pending, Store
 from ..storage.mapping import Mapped
+from ..storage.streams import StoreFile
 from .pickle.records import short
-from .zip import DESCRIBED, HEADER_SIZE, NEAR, Records, data_offset, data_offsets, read_zip, refused
+from .zip import (
+    DESCRIBED,
+    HEADER_SIZE,
+    NEAR,
+    Named,
+    Records,
+    check_header,
+    data_offset,
+    data_offsets,
+    read_zip,
+    refused,
+)
 
 ALIGNMENT = 64  # bytes; torch's default alignment of storages (the record .storage_alignment may change it)
 _STORAGE = re.compile(r"[^/]+/data/[^/]+")
+_LONGER = "the header of the record {} has another length than torch writes"
 _AHEAD = 64  # headers that are checked together when records are read sequentially
+_EARLY = 64  # records of a file up to which headers are checked while a checkpoint behind a network is opened
+_PLACES = 4  # places of unchecked headers in a file up to which one of them is read then
 
 
 class Unchecked(Store):
@@ -29,6 +45,7 @@ class Unchecked(Store):
         super().__init__(store.pins)
         self.inner = store
         self.closed = store.closed
+        self._ahead = store.ahead if isinstance(store, Store) else None
 
     @property
     def root(self) -> str:
@@ -81,6 +98,11 @@ class HeaderGuard:
     def __reduce__(self) -> tuple[Any, ...]:
         return HeaderGuard, ()  # the other process reads the directory again if it needs it
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the directory was read."""
+        return self._records is not None
+
     def check(self, store: Store, path: str, offset: int, length: int) -> None:
         """Raise CorruptError if the header of a record that contains these bytes contradicts the directory."""
         if self._records is None or self._begins is None:
@@ -96,10 +118,84 @@ class HeaderGuard:
                 if not self._checked[n]:
                     entry = records.entry(n)
                     if data_offset(file, entry) != begins[n]:
-                        what = f"the header of the record {short(entry.name)} has another length than torch writes"
-                        raise refused(file, what)
+                        raise refused(file, _LONGER.format(short(entry.name)))
                     self._checked[n] = 1
             n += 1
+
+    def pending(self, store: Store, path: str, offsets: Ints, lengths: Ints) -> Pending | None:
+        """Return the headers of the records that contain these bytes and are not checked yet; None if there are none.
+        `check` tells what is compared."""
+        if self._records is None or self._begins is None:
+            self._load(_without_guards(store, path))
+        records, begins = self._records, self._begins
+        assert records is not None and begins is not None
+        first = np.maximum(0, np.searchsorted(begins, offsets, "right") - 1)
+        first += begins[first] + records.stored[first] <= offsets  # bytes behind the record's data
+        stop = np.searchsorted(begins, offsets + lengths, "left")
+        changes = np.zeros(len(begins) + 1, np.int64)
+        used = first < stop
+        np.add.at(changes, first[used], 1)
+        np.add.at(changes, stop[used], -1)
+        unchecked = np.frombuffer(self._checked, np.uint8) == 0
+        numbers = np.flatnonzero((np.cumsum(changes)[:-1] > 0) & unchecked & (records.stored > 0))
+        if not len(numbers):
+            return None
+        sizes = begins[numbers] - records.header[numbers]
+
+        def compare(data: memoryview) -> None:
+            at = 0
+            for n, size in zip(numbers.tolist(), sizes.tolist(), strict=True):
+                entry = records.entry(n)
+                file = Named(f"{store.root}/{path}")
+                if check_header(file, entry, bytes(data[at : at + size])) != begins[n]:
+                    raise refused(file, _LONGER.format(short(entry.name)))
+                self._checked[n] = 1
+                at += size
+
+        return Pending(records.header[numbers], sizes, compare)
+
+    def settle(self, store: Store, path: str) -> None:
+        """Check the headers that the opening under way has read for other reasons, or that `ask` has asked for, so that
+        the first reads of their records need no request for them. A faulty header is left to the read of its record."""
+        records, begins, ahead = self._records, self._begins, store.ahead
+        if records is None or begins is None or ahead is None or len(begins) > _EARLY:
+            return
+        file = Named(f"{store.root}/{path}")
+        for n in self._unchecked():
+            start = int(records.header[n])
+            data = ahead.held(path, start, int(begins[n]) - start)
+            with suppress(CorruptError):
+                self._checked[n] = bool(data and check_header(file, records.entry(n), data) == begins[n])
+
+    def ask(self, store: Store, path: str) -> None:
+        """While a checkpoint behind a network is opened: make one more request, for neighbouring headers, if there are
+        few others elsewhere. `settle` checks them. So the first row of each of a thousand optimizer files takes one
+        request a file, not two.
+
+        The directory alone does not prove where a record begins: a header that states another length makes torch read
+        other bytes than those that the directory tells."""
+        self.settle(store, path)
+        records, begins, ahead = self._records, self._begins, store.ahead
+        if records is None or begins is None or ahead is None or len(begins) > _EARLY:
+            return
+        groups: list[list[int]] = []
+        for n in self._unchecked():
+            if groups and records.header[n] - begins[groups[-1][-1]] <= NEAR:
+                groups[-1].append(n)
+            else:
+                groups.append([n])
+        if 0 < len(groups) <= _PLACES:
+            most = max(reversed(groups), key=len)  # the last of equals: DeepSpeed's fp32 weights follow the moments
+            start = int(records.header[most[0]])
+            ahead.want([(path, start, int(begins[most[-1]]) - start)])
+
+    def _unchecked(self) -> list[int]:
+        """Return the numbers of the records whose headers are to be checked."""
+        assert self._records is not None
+        found: list[int] = np.flatnonzero(
+            (np.frombuffer(self._checked, np.uint8) == 0) & (self._records.stored > 0)
+        ).tolist()
+        return found
 
     def _load(self, file: StoreFile) -> None:
         """Read the directory again, after unpickling in another process."""

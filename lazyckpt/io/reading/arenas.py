@@ -1,7 +1,7 @@
 """Reads of many plain tensors: in the order of the files, neighbours by one vectored read.
 
 Memory for one tensor, and a system call to read it, cost several times what reading 4 KiB costs. So tensors below
-`SMALL` bytes that are near each other in a file share an arena of at most 1 MiB. Each tensor has a storage of its own
+`SMALL` bytes that are near each other in a file share arenas of at most 1 MiB. Each tensor has a storage of its own
 size, so that saving it does not save the arena, but the arena's memory is released with the last of its tensors.
 Larger tensors have memory of their own.
 """
@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...core.box import Shape
 from ...core.dtypes import DType
-from ..pool import Task
-from ..storage.base import Store, read_pieces
+from ..pool import Fetch, Task
+from ..storage.access import read_pieces
+from ..storage.base import Store
+from ..storage.remote import Remote
 from ..tensors import empty, memory_of
 from .gather import run_tasks, step_of
 
@@ -50,13 +52,14 @@ def plain_tasks(store: Store, wanted: list[Plain], found: dict[str, torch.Tensor
     they are complete when the tasks are done."""
     wanted.sort()
     step = step_of(store)
+    most = step if store.gap else _ARENA  # bytes of small tensors in one read
     start = size = small = 0
     for n, one in enumerate(wanted):
         path, _, nbytes, name, shape, dtype = one
         large = nbytes > step
         small += nbytes + _ALIGNED if nbytes < SMALL else 0
-        if n > start and (large or path != wanted[start].path or size + nbytes > step or small > _ARENA):
-            yield _together(store, wanted[start:n], found)
+        if n > start and (large or path != wanted[start].path or size + nbytes > step or small > most):
+            yield from _together(store, wanted[start:n], found)
             start, size, small = n, 0, nbytes + _ALIGNED if nbytes < SMALL else 0
         if large:
             found[name] = empty(shape, dtype.torch)
@@ -65,22 +68,33 @@ def plain_tasks(store: Store, wanted: list[Plain], found: dict[str, torch.Tensor
         else:
             size += nbytes
     if start < len(wanted):
-        yield _together(store, wanted[start:], found)
+        yield from _together(store, wanted[start:], found)
 
 
-def _together(store: Store, group: Sequence[Plain], found: dict[str, torch.Tensor]) -> Task:
-    """Return the task that reads tensors of one file that are near each other."""
+def _together(store: Store, group: Sequence[Plain], found: dict[str, torch.Tensor]) -> Iterator[Task]:
+    """Yield the tasks that read tensors of one file that are near each other."""
     small = [one for one in group if one.nbytes < SMALL]
-    pieces = list(_arena(small, found)) if small else []
+    pieces: list[tuple[int, memoryview]] = []
+    first = size = 0
+    for n, one in enumerate(small):
+        if size + one.nbytes + _ALIGNED > _ARENA and n > first:
+            pieces += _arena(small[first:n], found)
+            first, size = n, 0
+        size += one.nbytes + _ALIGNED
+    if small:
+        pieces += _arena(small[first:], found)
     held = []  # the tensors whose memory the pieces are
     for one in group if len(small) < len(group) else ():
         if one.nbytes >= SMALL:
             tensor = found[one.name] = empty(one.shape, one.dtype.torch)
             pieces.append((one.offset, memory_of(tensor)))
             held.append(tensor)
+    if isinstance(store, Remote):
+        yield from ((len(memory), Fetch.of_run(store, group[0].path, offset, memory)) for offset, memory in pieces)
+        return
     if small and held:
         pieces.sort(key=lambda piece: piece[0])
-    return sum(one.nbytes for one in group), partial(_read, store, group[0].path, pieces, held)
+    yield sum(one.nbytes for one in group), partial(_read, store, group[0].path, pieces, held)
 
 
 def _read(store: Store, path: str, pieces: Sequence[tuple[int, memoryview]], held: Sequence[torch.Tensor]) -> None:

@@ -18,14 +18,17 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...core.box import Box, Shape, tiles
-from ...core.index import TensorSpec
 from ...core.select import Reads
+from ...core.specs import TensorSpec
 from ...errors import DataError
-from ..pool import Batch, Task, Work, checked
-from ..storage.base import Store, read_pieces
+from ..pool import Batch, Fetch, Task, Work, checked
+from ..storage.access import read_pieces
+from ..storage.base import Store
+from ..storage.remote import Remote
 from ..tensors import as_bytes
 from .arenas import SMALL
-from .gather import run_tasks, tasks
+from .compute import tasks
+from .gather import run_tasks, step_of
 
 if TYPE_CHECKING:
     import torch
@@ -300,13 +303,18 @@ def _tasks(items: Sequence[_Item], host: torch.Tensor) -> Iterator[Task]:
     memory = as_bytes(host)
     for (_, path), (store, found) in runs.items():
         found.sort()
+        if isinstance(store, Remote):
+            for offset, at, nbytes in found:
+                yield nbytes, Fetch.of_run(store, path, offset, memory[at : at + nbytes])
+            continue
         group: list[tuple[int, memoryview]] = []
         size = 0
+        alone, most = (step_of(store),) * 2 if store.gap else (SMALL, _JOINED)
         for offset, at, nbytes in _merged(found):
-            if nbytes >= SMALL:
+            if nbytes >= alone:
                 yield from run_tasks(store, path, offset, host[at : at + nbytes])
                 continue
-            if group and size + nbytes > _JOINED:
+            if group and size + nbytes > most:
                 yield size, partial(read_pieces, store, path, group)
                 group, size = [], 0
             group.append((offset, memory[at : at + nbytes]))

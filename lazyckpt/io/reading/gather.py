@@ -4,6 +4,10 @@ A copy that is one contiguous run both in the file and in the output is read dir
 picks its elements from a mapping of the file, after a request for the pages that are not in memory. If the store cannot
 map the file, or the elements are converted, it reads a window of the file through a small buffer; a sparse window is
 split until the gaps between wanted runs are at most the store's ``gap``.
+
+Elements are converted while they are copied: to the dtype that the output has, from that of their extent, and by the
+extent's byte order and its conj and neg bits. These differ between fragments of one tensor, and those of an archive are
+known only here, so they are not operations of core/expr.py; `core.rounding` has the functions for both.
 """
 
 from __future__ import annotations
@@ -22,17 +26,23 @@ from numpy.typing import NDArray
 from ...core.box import Selection, c_strides, hull, is_run
 from ...core.copies import Copy, even
 from ...core.dtypes import bits_of
-from ...core.fragments import fragments_of
-from ...core.index import Extent, Inline, Packed, TensorSpec
-from ...core.plan import overlaps, plan
+from ...core.extents import Extent, Inline, Packed
+from ...core.fragments import Find, fragments_of
+from ...core.plan import overlaps
+from ...core.plan import plan as planned_by
+from ...core.rounding import convert
 from ...core.select import Reads
+from ...core.specs import TensorSpec
 from ...core.table import Copies, Runs
-from ...errors import decoding, foreign, undecodable
-from ..pool import Task, run, run_here
-from ..storage.base import Store, check, read_pieces
+from ...errors import MissingFileError, decoding, foreign, undecodable
+from ..pool import Fetch, Task, Wait, run, run_here
+from ..storage.access import check, lost, read_pieces
+from ..storage.base import Store
 from ..storage.mapping import Mapped
+from ..storage.remote import Remote
 from ..tensors import as_bytes, empty
-from .packed import locate, locate_all, located, unpacked, unpacked_into
+from .fetching import fetch_of, resolved
+from .packed import locate, locate_all, located, unpacked, unpacked_into, unread
 
 if TYPE_CHECKING:
     import torch
@@ -101,9 +111,6 @@ def finish(reads: Reads, array: torch.Tensor) -> torch.Tensor:
 def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> Iterator[Task]:
     """Yield the tasks that fill ``out``, a contiguous CPU tensor of shape ``reads.shape``."""
     copies = planned(store, spec, reads.want)
-    if spec.combine == "mean":
-        yield out.nbytes, partial(_mean, store, copies, out)
-        return
     if isinstance(copies, Copies) and copies.table.dtype is spec.dtype and copies.table.packed is None:
         runs = copies.runs(reads.shape)
         yield from _many_runs(store, copies.table.paths, runs, as_bytes(out))
@@ -114,6 +121,13 @@ def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor) -> It
 
 def _many_runs(store: Store, paths: Sequence[str], runs: Runs, memory: memoryview) -> Iterator[Task]:
     """Yield the tasks that read runs of bytes, each of one file."""
+    if isinstance(store, Remote):
+        files, first = np.unique(runs.files, return_index=True)
+        for number, begin, end in zip(files.tolist(), first.tolist(), [*first[1:].tolist(), len(runs.files)]):
+            part = slice(begin, end)
+            fetch = Fetch(store, paths[number], runs.offsets[part], runs.nbytes[part], runs.at[part], memory)
+            yield int(runs.nbytes[part].sum()), fetch
+        return
     pieces: list[tuple[int, memoryview]] = []
     size, last, step = 0, -1, step_of(store)
     for number, offset, at, nbytes in zip(*(column.tolist() for column in runs[:4]), strict=True):
@@ -148,6 +162,15 @@ def alone(store: Store, copy: Copy) -> torch.Tensor:
     return out
 
 
+def plan(store: Store, spec: TensorSpec, want: Selection, find: Find | None = None) -> Sequence[Copy]:
+    """Return the result of `core.plan.plan`. Raises what that raises, and ChangedFileError in place of MissingFileError
+    if files were replaced while the checkpoint was opened."""
+    try:
+        return planned_by(spec, want, find)
+    except MissingFileError as e:
+        raise lost(store, e) from None
+
+
 def planned(store: Store, spec: TensorSpec, want: Selection) -> Sequence[Copy]:
     """Plan the selection after looking up all archives and chunks that it needs."""
     unknown: list[tuple[Packed, str]] = []
@@ -160,12 +183,12 @@ def planned(store: Store, spec: TensorSpec, want: Selection) -> Sequence[Copy]:
 
     if all(map(len, want)):
         fragments_of(spec.fragments).table(want, find)  # cheaper than a plan, and finds what is unknown
-    copies = [] if unknown else plan(spec, want, find)
+    copies = [] if unknown else plan(store, spec, want, find)
     if not unknown:
         return copies
     with decoding(store.root, f"looking for {spec.name!r:.80}"):
         locate_all(store, unknown)
-    return plan(spec, want, lambda archive: locate(store, archive, spec.name))
+    return plan(store, spec, want, lambda archive: locate(store, archive, spec.name))
 
 
 def plan_unread(store: Store, spec: TensorSpec) -> Sequence[Copy]:
@@ -179,13 +202,11 @@ def plan_unread(store: Store, spec: TensorSpec) -> Sequence[Copy]:
 
     want = tuple(map(range, spec.shape))
     quick = fragments_of(spec.fragments).table(want) is not None
-    return plan(spec, want, None if quick else find)
+    return plan(store, spec, want, None if quick else find)
 
 
 def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
     """Return the file ranges that hold the selection's bytes in C order; None if files do not hold them like that."""
-    if spec.combine == "mean":
-        return None
     shape = tuple(map(len, want))
     copies = planned(store, spec, want)
     if isinstance(copies, Copies) and copies.table.packed is None:
@@ -209,24 +230,17 @@ def runs(store: Store, spec: TensorSpec, want: Selection) -> list[Run] | None:
     return [run for _, run in sorted(found)]
 
 
-def _mean(store: Store, copies: Sequence[Copy], out: torch.Tensor) -> None:
-    """Set every element to the mean of the copies that hold it, summed in float32 (float64 for float64)."""
-    own = copies[0].extent.dtype.torch if copies else out.dtype  # round to the stored dtype before any conversion
-    wide = torch.float64 if own == torch.float64 else torch.float32
-    total = torch.zeros(out.shape, dtype=wide, device="cpu")
-    count = torch.zeros(out.shape, dtype=wide, device="cpu")
-    for copy in copies:
-        one = torch.empty(copy.shape, dtype=copy.extent.dtype.torch, device="cpu")
-        run_here(_copy_tasks(store, copy, one))
-        total[copy.slices] += one
-        count[copy.slices] += 1
-    out.copy_((total / count).to(own))
-
-
 def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task]:
     extent = copy.extent
     if extent.within is not None:
-        return iter([(target.nbytes, partial(_unpack, store, extent.within, copy, target))])
+        unpack = partial(_unpack, store, extent.within, copy, target)
+        if not isinstance(store, Remote):
+            return iter([(target.nbytes, unpack)])
+        window = unread(store, extent.within)
+        if window is None:
+            return iter([(target.nbytes, Wait(unpack))])
+        one = np.array([*window, 0], np.int64)
+        return iter([(window[1], Fetch(store, extent.path, one[:1], one[1:2], one[2:], window[1], unpack))])
     dtype = extent.dtype.torch
     if extent.raw and dtype == target.dtype:  # only bits move
         bits = bits_of(dtype.itemsize)
@@ -235,13 +249,15 @@ def _copy_tasks(store: Store, copy: Copy, target: torch.Tensor) -> Iterator[Task
 
 
 @_decodes
-def _unpack(store: Store, archive: Packed | Inline, copy: Copy, target: torch.Tensor) -> None:
+def _unpack(
+    store: Store, archive: Packed | Inline, copy: Copy, target: torch.Tensor, packed: memoryview | None = None
+) -> None:
     plain = copy._replace(extent=replace(copy.extent, within=None))
     whole = plain.extent.raw and copy.extent.dtype.torch == target.dtype and is_run(copy.shape, copy.strides)
     whole = whole and not copy.sparse and copy.start == copy.extent.offset == 0 and target.is_contiguous()
-    if whole and unpacked_into(store, archive, as_bytes(target)):
+    if whole and unpacked_into(store, archive, as_bytes(target), packed):
         return
-    run_here(_copy_tasks(unpacked(store, archive), plain, target))
+    run_here(_copy_tasks(unpacked(store, archive, packed=packed), plain, target))
 
 
 def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> Iterator[Task]:
@@ -252,6 +268,13 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
         yield from run_tasks(store, extent.path, extent.offset + copy.start * size, target)
         return
 
+    if isinstance(store, Remote):
+        fetched = fetch_of(store, copy, target, dtype, BLOCK)
+        if fetched is None:
+            yield from _split(store, copy, target, dtype, BLOCK)
+        else:
+            yield fetched.nbytes, fetched
+        return
     span = hull(copy.lengths, copy.strides) * size
     wanted = target.numel() * size
     begin = extent.offset + copy.start * size
@@ -306,6 +329,10 @@ def _split(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype, l
 def run_tasks(store: Store, path: str, offset: int, target: torch.Tensor) -> Iterator[Task]:
     """Yield the tasks that fill a contiguous array with one run of a file's bytes."""
     memory = as_bytes(target)
+    if isinstance(store, Remote):
+        if len(memory):
+            yield len(memory), Fetch.of_run(store, path, offset, memory)
+        return
     step = step_of(store)
     for at in range(0, len(memory), step):
         piece = memory[at : at + step]
@@ -326,7 +353,7 @@ def _through_buffer(store: Store, copy: Copy, span: int, target: torch.Tensor, d
     if extent.swapped:
         unit = dtype.itemsize // (2 if dtype.is_complex else 1)
         buffer = buffer.view(-1, unit).flip(1).view(-1)
-    _pick(buffer.view(bits_of(dtype.itemsize)), copy, target, lambda bits: _resolved(extent, bits.view(dtype)))
+    _pick(buffer.view(bits_of(dtype.itemsize)), copy, target, lambda bits: resolved(extent, bits.view(dtype)))
 
 
 def _scratch(nbytes: int) -> torch.Tensor:
@@ -360,14 +387,14 @@ def _pick(
     source: torch.Tensor,
     copy: Copy,
     target: torch.Tensor,
-    convert: Callable[[torch.Tensor], torch.Tensor] = lambda elements: elements,
+    values: Callable[[torch.Tensor], torch.Tensor] = lambda elements: elements,
 ) -> None:
     """Copy the elements of a copy from ``source``, the 1-d array of all elements from the first to the last one."""
     elements = source.as_strided(copy.lengths, copy.strides)
     for d, positions in enumerate(copy.lists):
         if positions is not None:
             elements = elements.index_select(d, torch.from_numpy(positions))
-    target.copy_(convert(elements))
+    convert(values(elements), target.dtype, target)
 
 
 def _as_byte_array(tensor: torch.Tensor) -> torch.Tensor:
@@ -376,12 +403,6 @@ def _as_byte_array(tensor: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     strides = (*(s * size for s in tensor.stride()), 1)
     return flat.as_strided((*tensor.shape, size), strides, tensor.storage_offset() * size)
-
-
-def _resolved(extent: Extent, source: torch.Tensor) -> torch.Tensor:
-    if extent.conj:
-        source = source.conj()
-    return -source if extent.neg else source
 
 
 def _inner_run(copy: Copy) -> int:

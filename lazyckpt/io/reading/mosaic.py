@@ -23,8 +23,9 @@ import numpy as np
 from ...core.box import Axis, Selection, Shape, c_strides
 from ...core.copies import Copy
 from ...core.dtypes import bits_of
-from ...core.index import Archive, TensorSpec
+from ...core.extents import Archive
 from ...core.select import Reads
+from ...core.specs import TensorSpec
 from ...core.table import Copies
 from ..storage.base import Store
 from ..storage.mapping import Mapped
@@ -62,7 +63,7 @@ class Mosaic(Rows):
     @staticmethod
     def of(store: Store, spec: TensorSpec, copies: Sequence[Copy]) -> Mosaic | None:
         """Return the mosaic of a tensor, given the plan that reads all of it; None if it has to be planned."""
-        if not 1 <= len(copies) <= _BLOCKS or not spec.shape or spec.dtype not in CLONABLE or spec.combine != "first":
+        if not 1 <= len(copies) <= _BLOCKS or not spec.shape or spec.dtype not in CLONABLE:
             return None
         size = spec.dtype.itemsize
         places: list[Place]

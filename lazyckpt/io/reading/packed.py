@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -17,14 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.index import Archive, Chunk, Codec, Extent, FileInfo, Inline, Packed, Shard
+from ...core.extents import Archive, Chunk, Codec, Extent, Inline, Packed, Shard
+from ...core.index import FileInfo
+from ...core.requests import Ints
 from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
 from ..codecs import decode, unpack_zstd
 from ..containers.pickle.rebuild import StoredTensor
-from ..containers.torch_file import Pickles, read_torch_file
+from ..containers.torch_file import Pickles, ends, read_torch_file
 from ..containers.zip import data_offset
-from ..pool import checked, each
-from ..storage.base import Buffer, Entry, Fetched, Store, StoreFile, look
+from ..pool import checked, each, inline
+from ..storage.access import look
+from ..storage.base import Buffer, Entry, Fetched, Store
+from ..storage.streams import StoreFile
 from ..system import after_fork
 
 _FILL = "lazyckpt.fill"  # a private codec whose output is the bytes in its configuration
@@ -49,7 +53,7 @@ class Tables:
         key = (path, window)
         table = self._tables.get(key)
         if table is None:
-            with self._reading[hash(key) % _LOCKS]:
+            with self._reading[hash(key) % _LOCKS], inline():
                 table = self._tables.get(key)
                 if table is None:
                     with checked(apart=True):
@@ -92,17 +96,19 @@ def is_filler(extent: Extent) -> bool:
     return isinstance(chunk, Chunk) and bool(chunk.codecs) and chunk.codecs[0].name == _FILL
 
 
-def unpack_chunk(store: Store, chunk: Chunk, out: memoryview | None = None) -> Buffer:
-    """Decompress a chunk that `place` located; the result may be in ``out``, memory of the chunk's size.
+def unpack_chunk(store: Store, chunk: Chunk, out: memoryview | None = None, packed: memoryview | None = None) -> Buffer:
+    """Decompress a chunk that `place` located; the result may be in ``out``, memory of the chunk's size. ``packed`` are
+    its bytes in the file, if they were read already.
 
     Raises DataError (an unknown codec), CorruptError (damaged data).
     """
     where = f"{store.root}/{chunk.path} ({chunk})"
     if chunk.codecs[0].name == _FILL:
         return bytes.fromhex(chunk.codecs[0].config)
-    offset, length = chunk.window or (0, store.stat(chunk.path).size)
-    packed = np.empty(length, np.uint8).data  # unlike a bytearray, not cleared first
-    store.read_into(chunk.path, offset, packed)
+    if packed is None:
+        offset, length = chunk.window or (0, store.stat(chunk.path).size)
+        packed = np.empty(length, np.uint8).data  # unlike a bytearray, not cleared first
+        store.read_into(chunk.path, offset, packed)
     data = decode(chunk.codecs, packed, where, chunk.nbytes, out)
     if len(data) != chunk.nbytes:
         raise CorruptError(f"{where} unpacks to {len(data):,} bytes instead of {chunk.nbytes:,}: damaged")
@@ -233,7 +239,8 @@ def located(store: Store, archive: Packed, name: str) -> Extent | None:
 
 def locate_all(store: Store, archives: Iterable[tuple[Packed, str]]) -> None:
     """Locate all archives that are not in the cache, several at a time: over a network, one lookup takes as long as
-    reading a slice. ``archives`` yields pairs (archive, name of its tensor).
+    reading a slice, and the ends of archives that follow each other are read together. ``archives`` yields pairs
+    (archive, name of its tensor).
 
     Compressed archives are skipped, because locating their elements means reading all of them. Raises what `locate`
     raises.
@@ -244,7 +251,25 @@ def locate_all(store: Store, archives: Iterable[tuple[Packed, str]]) -> None:
         for archive, name in archives
         if (isinstance(archive, Chunk) or not archive.codecs) and archive.key not in places
     ]
-    each(lambda one: locate(store, *one), open_ones)
+    torch_ones = [one for one in open_ones if isinstance(one[0], Archive)] if store.joins else []
+    if torch_ones:
+        with store.holding(ends_of([archive for archive, _ in torch_ones])):
+            for archive, name in torch_ones:
+                locate(store, archive, name)
+        open_ones = [one for one in open_ones if not isinstance(one[0], Archive)]
+    each(lambda one: locate(store, *one), open_ones, store.width)
+
+
+def ends_of(archives: Sequence[Packed]) -> dict[str, tuple[Ints, Ints]]:
+    """Return the runs (offsets, lengths) of files that `read_torch_file` reads to find what is in archives."""
+    runs: dict[str, set[tuple[int, int]]] = {}
+    for archive in archives:
+        if isinstance(archive, Archive):
+            tail, head = ends(archive.length)
+            both = (archive.offset + archive.length - tail, tail), (archive.offset, head)
+            runs.setdefault(archive.path, set()).update(one for one in both if one[1])
+    columns = {path: np.array(sorted(found), np.int64).T for path, found in runs.items() if found}
+    return {path: (column[0], column[1]) for path, column in columns.items()}
 
 
 def _compare(store: Store, archive: Packed, name: str, extent: Extent) -> None:
@@ -277,9 +302,20 @@ def _look(store: Store, archive: Archive, name: str, known: _Known) -> Extent:
     )  # fmt: skip
 
 
-def unpacked(store: Store, archive: Packed | Inline, limit: int | None = None) -> Memory:
+def unread(store: Store, archive: Packed | Inline) -> tuple[int, int] | None:
+    """Return where the bytes of a chunk that `locate` returned are in its file (offset, length); None if they are not
+    needed, or known only after looking."""
+    if not isinstance(archive, Chunk) or not archive.codecs or archive.codecs[0].name == _FILL:
+        return None
+    return None if archive.key in _known(store).unpacked else archive.window
+
+
+def unpacked(
+    store: Store, archive: Packed | Inline, limit: int | None = None, packed: memoryview | None = None
+) -> Memory:
     """Decompress an archive, or a chunk that `locate` returned, to a store of one file. ``limit`` is the maximum size
-    in bytes, by default what the tensor needs. Raises DataError for an unknown codec, CorruptError for damaged data."""
+    in bytes, by default what the tensor needs. ``packed`` are the bytes of a chunk, if they were read already. Raises
+    DataError for an unknown codec, CorruptError for damaged data."""
     if isinstance(archive, Inline):
         return Memory(store, archive.path, archive.data)
     known = _known(store)
@@ -287,7 +323,12 @@ def unpacked(store: Store, archive: Packed | Inline, limit: int | None = None) -
     data = known.unpacked.get(key)
     if data is None:
         with checked(apart=True):
-            data = unpack_chunk(store, archive) if isinstance(archive, Chunk) else unpack(store, archive, limit)
+            if isinstance(archive, Chunk):
+                if packed is not None:  # read before, by a job that verifies it at its end only
+                    store.settle(archive.path)
+                data = unpack_chunk(store, archive, packed=packed)
+            else:
+                data = unpack(store, archive, limit)
         with known.lock:
             known.unpacked[key] = data
             size = sum(map(len, known.unpacked.values()))
@@ -296,14 +337,14 @@ def unpacked(store: Store, archive: Packed | Inline, limit: int | None = None) -
     return Memory(store, archive.path, data)
 
 
-def unpacked_into(store: Store, packed: Packed | Inline, target: memoryview) -> bool:
+def unpacked_into(store: Store, archive: Packed | Inline, target: memoryview, packed: memoryview | None = None) -> bool:
     """Decompress a whole chunk directly into ``target``, without caching it, and return True. Return False for a chunk
     that is small, has another size, or is cached already. Raises what `unpacked` raises."""
-    if not isinstance(packed, Chunk) or not _SMALL <= len(target) == packed.nbytes:
+    if not isinstance(archive, Chunk) or not _SMALL <= len(target) == archive.nbytes:
         return False
-    if packed.key in _known(store).unpacked:
+    if archive.key in _known(store).unpacked:
         return False
-    data = unpack_chunk(store, packed, target)
+    data = unpack_chunk(store, archive, target, packed)
     if data is not target:
         target[:] = data
     return True

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from ...core.box import Shape, c_strides
 from ...core.dtypes import BF16
-from ...core.index import Archive, TensorSpec
+from ...core.extents import Archive
+from ...core.specs import TensorSpec
 from ...errors import LazyckptError, decoding
 from ..storage.base import Store
 from ..storage.mapping import Mapped

@@ -10,19 +10,23 @@ implement only the raw operations (names with an underscore) and cannot omit the
 from __future__ import annotations
 
 import errno
-import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ...core.index import FileInfo
+from ...core.requests import Ints
 from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
 from ..pool import each, verify_later
+from .listed import ABSENT, Listed
 from .mapping import Mapped
+from .prefetch import Ahead
+from .traffic import Traffic
 
 Buffer = bytes | memoryview
 _SEEN = 1 << 16  # maximum number of unpinned files whose first state a store remembers
-_ABSENT = FileInfo(0, 0)
+_FOLDERS = 32  # files to be listed over a network by one request, on average: for fewer, it takes too many
 
 
 class Entry(NamedTuple):
@@ -56,8 +60,28 @@ Fetched = tuple[int, FileInfo | None]
 class Guard(Protocol):
     """A picklable check of a file that must pass before bytes of the file are used."""
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether `pending` reads nothing."""
+
     def check(self, store: Store, path: str, offset: int, length: int) -> None:
         """Raise CorruptError if the bytes must not be used. Called before each read; may call `Store.unguarded`."""
+
+    def settle(self, store: Store, path: str) -> None:
+        """Check what the bytes prove that an opening has read, or asked for. Requests nothing, and raises nothing."""
+
+    def pending(self, store: Store, path: str, offsets: Ints, lengths: Ints) -> Pending | None:
+        """Return what has to be read to check these runs of bytes; None if they are checked already. A store behind a
+        network reads it together with the runs, and calls `Pending.compare` before the runs are used."""
+
+
+class Pending(NamedTuple):
+    """Runs of bytes that a check needs. ``compare`` gets them one after the other; it raises CorruptError if the bytes
+    that they guard must not be used."""
+
+    offsets: Ints
+    lengths: Ints
+    compare: Callable[[memoryview], None]
 
 
 class Store(ABC):
@@ -72,11 +96,15 @@ class Store(ABC):
     def __init__(self, pins: Mapping[str, FileInfo] | None = None) -> None:
         self.pins: Mapping[str, FileInfo] = {} if pins is None else pins
         self._seen: dict[str, FileInfo] = {}
+        self._unverified: set[str] = set()  # documents to verify when files of their arrays are read, see `Listed`
         self.closed = False
+        self.was_replaced = False  # whether a file was replaced between two accesses while the checkpoint was opened
         self.maps: dict[str, Mapped] = {}  # the cached mappings of `map`
         self.guards: dict[str, Guard] = {}
+        self.io = Traffic()
         # the number of reads of zip headers before further checks are left to guards; None: no limit
         self.reads_of_headers: int | None = None
+        self._ahead: Ahead[Entry] | None = None
 
     # -- methods that subclasses implement
 
@@ -84,6 +112,16 @@ class Store(ABC):
     @abstractmethod
     def root(self) -> str:
         """The path or URL that a user passes to `lazyckpt.open` for this folder."""
+
+    def address(self, name: str) -> str:
+        """Return the path or URL by which `lazyckpt.open` finds a file or folder of this one. It can contain
+        credentials: do not show it."""
+        return f"{self.root}/{name}" if name else self.root
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The ``storage_options`` that were passed to `lazyckpt.open`."""
+        return {}
 
     @property
     @abstractmethod
@@ -97,6 +135,37 @@ class Store(ABC):
     @abstractmethod
     def list(self, folder: str = "") -> Mapping[str, Entry]:
         """Return the entries directly inside a folder, by name; {} if there is no such folder."""
+
+    def tree(self, folder: str, limit: int) -> Mapping[str, FileInfo] | None:
+        """Return the state of all files in a folder and below it, by path. None if there are more than ``limit``, or if
+        listing them takes too many requests or is not possible."""
+        if not self.listable:
+            return None
+        found: dict[str, FileInfo] = {}
+        level, seen = [folder], 0
+        most = max(64, limit // _FOLDERS) if self.is_remote else limit
+        while level:
+            seen += len(level)
+            if seen > most:
+                return None
+            listings: dict[str, Mapping[str, Entry]] = {}
+
+            def one(at: str, listings: dict[str, Mapping[str, Entry]] = listings) -> None:
+                listings[at] = self.list(at) if self.ahead is None else self.ahead.listed(at)
+
+            each(one, level, self.width if self.is_remote else 1)
+            below = []
+            for at in level:
+                for name, entry in listings[at].items():
+                    path = f"{at}/{name}" if at else name
+                    if entry.is_dir:
+                        below.append(path)
+                    else:
+                        found[path] = entry.info
+            if len(found) > limit:
+                return None
+            level = below
+        return found
 
     @abstractmethod
     def _with(self, pins: Mapping[str, FileInfo]) -> Store:
@@ -113,6 +182,11 @@ class Store(ABC):
     # -- methods that callers use
 
     @property
+    def width(self) -> int:
+        """The number of small reads that are worth making at the same time (at most 64)."""
+        return 8
+
+    @property
     def key(self) -> str:
         """A string that identifies the store within this process: its root and access options."""
         return self.root
@@ -121,6 +195,31 @@ class Store(ABC):
     def listable(self) -> bool:
         """Whether `list` returns all names, with the size and the time or version of each file."""
         return True
+
+    def names(self, folder: str = "") -> Mapping[str, bool] | None:
+        """Return all names in a folder, each with whether it is a folder; None if the server does not tell them, though
+        `list` may find some."""
+        return {name: entry.is_dir for name, entry in self.list(folder).items()}
+
+    @property
+    def joins(self) -> bool:
+        """Whether `holding` makes few requests of many."""
+        return False
+
+    @contextmanager
+    def holding(self, wanted: Mapping[str, tuple[Ints, Ints]]) -> Iterator[None]:
+        """Read runs (offsets, lengths) of files by few requests, and keep the bytes for the reads of this thread within
+        the context. Stores that do not join requests do nothing."""
+        yield
+
+    def expect(self, folder: str, entries: Mapping[str, Entry]) -> None:  # noqa: B027  # most stores need none
+        """Take the states of files from a listing that was just made. A store with a block cache uses them to find what
+        is cached before its first request for a file; others do nothing."""
+
+    @property
+    def maps_files(self) -> bool:
+        """Whether `map` maps files."""
+        return False
 
     @property
     def seen(self) -> Mapping[str, FileInfo]:
@@ -132,13 +231,14 @@ class Store(ABC):
         first accessed it."""
         self._compare(pins)
         store = self._with(pins)
-        store.guards = self.guards
+        store.guards, store._ahead, store.was_replaced = self.guards, self.ahead, self.was_replaced
         store._seen.update((path, first) for path, first in list(self._seen.items()) if path not in pins)
         return store
 
     def pin(self, pins: Mapping[str, FileInfo]) -> None:
         """Read these files from now on as they were. Raises as `pinned`."""
         self._compare(pins)
+        self.stop_ahead()
         self.pins = pins
         for path in pins:
             self._seen.pop(path, None)
@@ -153,10 +253,32 @@ class Store(ABC):
     def stat(self, path: str) -> FileInfo:
         """Return the current size and modification time of a file. Raises MissingFileError, whose ``errno`` is ENOENT
         or ENOTDIR if there is no such file, and another value or None if its existence is unknown."""
-        info = self._state(path)
+        ahead = self.ahead
+        info = None if ahead is None or path in self.pins else ahead.state(path)
+        if info is None:
+            info = self._state(path)
         if path not in self.pins:
             self._remember(path, info)
         return info
+
+    @property
+    def ahead(self) -> Ahead[Entry] | None:
+        """What is read ahead and kept while a checkpoint behind a network is opened; None at other times."""
+        if self._ahead is not None and self._ahead.closed:
+            self._ahead = None
+        return self._ahead
+
+    def look_ahead(self) -> None:
+        """Begin to request concurrently what readers announce, and to keep what they read, until the store is pinned:
+        a checkpoint is opened. Does nothing for files that are not behind a network."""
+        if self.is_remote and self.ahead is None:
+            self._ahead = Ahead(self)
+
+    def stop_ahead(self) -> None:
+        """End what `look_ahead` began."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
 
     def read(self, path: str, offset: int, length: int) -> Buffer:
         """Read exactly ``length`` bytes from ``offset`` on. Raises CorruptError past the end of the file."""
@@ -183,11 +305,17 @@ class Store(ABC):
             raise closed_error(self.root)
         if not len(target):
             return
+        ahead = self.ahead
+        if ahead is None or not ahead.read(path, offset, target, self.pins.get(path)):
+            self.request(path, offset, target)
+
+    def request(self, path: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` like `unguarded`, but never from bytes that were read earlier."""
         self._look_first(path)
         try:
             count, info = self._fetch(path, offset, target)
         except OSError as e:
-            _raise_unreadable(self.root, path, e)
+            raise_unreadable(self.root, path, e)
         if info is None or info != self.pins.get(path) or count != len(target):
             self._judge(path, offset, len(target), count, info)
 
@@ -196,10 +324,13 @@ class Store(ABC):
         if self.guards:
             for offset, target in pieces:
                 self.check(path, offset, len(target))
+        ahead, pin = self.ahead, self.pins.get(path)
+        if ahead is not None:
+            pieces = [piece for piece in pieces if not ahead.take(path, *piece, pin)]
         try:
             self._fetch_pieces(path, pieces)
         except OSError as e:
-            _raise_unreadable(self.root, path, e)
+            raise_unreadable(self.root, path, e)
 
     def _fetch_pieces(self, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
         """Fill each target without the check of a guard."""
@@ -218,7 +349,7 @@ class Store(ABC):
         if info is not None and pin is None:
             self._remember(path, info)
         if count == wanted:
-            if pin is not None and info is None:
+            if info is None and (pin is not None or self.pins):  # without pins it is being opened, and pinned then
                 verify_later(self, path)
             return
         if info is None:
@@ -229,12 +360,28 @@ class Store(ABC):
         )
 
     def verify(self, path: str) -> None:
-        """Compare the current state of a file with its pin. Raises ChangedFileError, MissingFileError."""
-        pin = self.pins.get(path)
+        """Compare the current state of a file with its pin or, without one, with the first state that was seen. Raises
+        ChangedFileError, MissingFileError."""
+        if (document := self._document_of(path)) in self._unverified:
+            self.verify(document)
+        pin = self.pins.get(path) or self._seen.get(path)
         if pin is not None:
             info = self._state(path)
-            if not info.may_be(pin):
+            # a document is often written anew with the same bytes: then its time tells that its array was, too
+            is_later = path in self._unverified and info.mtime_ns and pin.mtime_ns and info.mtime_ns != pin.mtime_ns
+            if is_later or not info.may_be(pin):
                 raise changed(self.root, path, pin, info)
+            self._unverified.discard(path)
+
+    def _document_of(self, path: str) -> str:
+        """Return the document to verify after the first access to a file, see `Listed`; "" if there is none."""
+        return self.pins.document(path) if isinstance(self.pins, Listed) else ""
+
+    def settle(self, path: str) -> None:
+        """Verify a file whose bytes were read and are about to be cached, if reads do not report its state. Raises as
+        `verify`."""
+        if not self._reports_state:
+            self.verify(path)
 
     def map(self, path: str) -> Mapped | None:
         """Map the whole file for reading; return None if the store cannot map it or the file is empty. The store caches
@@ -250,10 +397,16 @@ class Store(ABC):
         does. Access after the file was truncated raises ChangedFileError."""
         return None
 
+    def outside(self, path: str, offset: int) -> tuple[str, str, int]:
+        """Return the root, the path and the offset by which other programs find a byte of a file. Raises DataError if
+        it is in no file as it is."""
+        return self.root, path, offset
+
     def close(self) -> None:
         """Release this store's files and connections; later reads raise DataError. Closing twice is allowed. Other
         stores of the same folder are not affected."""
         self.closed = True
+        self.stop_ahead()
 
     # -- implementation
 
@@ -261,34 +414,40 @@ class Store(ABC):
         try:
             return self._stat(path)
         except OSError as e:
-            _raise_unreadable(self.root, path, e)
+            raise_unreadable(self.root, path, e)
 
-    maps_files = False  # whether `map` maps files
+    is_remote = False  # whether a request takes as long as reading a hundred KB, because files are behind a network
     _reports_state = True  # whether every read reports the file's state; if False, `_stat` has to be called for it
 
     def _remember(self, path: str, info: FileInfo) -> None:
         first = self._seen.setdefault(path, info)
         if first is not info and not first.may_be(info):
+            self.was_replaced = self.was_replaced or not self.pins  # a reader may go on with other files
             raise changed(self.root, path, first, info)
+        document = self._document_of(path)
+        if document and (first is info or document in self._unverified):
+            self._unverified.add(document)
+            verify_later(self, document)
         if len(self._seen) > _SEEN:
             self._seen.pop(next(iter(self._seen)), None)
 
 
 def changed(root: str, path: str, pin: FileInfo, now: FileInfo) -> ChangedFileError:
     """Return the error for a read of a file that changed since it was pinned."""
-    return ChangedFileError(
-        f"{root}/{path} is not the file that was opened: it had {pin.size:,} bytes, now it has "
-        f"{now.size:,}, or it was written to since. Open the checkpoint again."
-    )
+    what = f"it had {pin.size:,} bytes, now it has {now.size:,}, or it was written to since"
+    if ABSENT in (pin, now):
+        what = "it did not exist then, now it does" if pin == ABSENT else "it does not exist any more"
+    return ChangedFileError(f"{root}/{path} is not the file that was opened: {what}. Open the checkpoint again.")
 
 
-def _raise_unreadable(root: str, path: str, e: OSError) -> NoReturn:
+def raise_unreadable(root: str, path: str, e: OSError) -> NoReturn:
     """Raise the error for a file on which a store raised ``e``: of the disk, the network, or permissions. Other files
     of the checkpoint may be readable, so readers report it as a problem of this file."""
     if isinstance(e, LazyckptError):
         raise e
-    what = e.strerror or str(e).removeprefix(f"{root}/{path}: ")
-    error = MissingFileError(f"{root}/{path} cannot be read: {what}")
+    where = f"{root}/{path}" if path else root
+    what = e.strerror or str(e).removeprefix(f"{where}: ")
+    error = MissingFileError(f"{where} cannot be read: {what}" if path else f"{where}: {what}")
     error.errno = e.errno or errno.EIO
     raise error from e
 
@@ -296,154 +455,3 @@ def _raise_unreadable(root: str, path: str, e: OSError) -> NoReturn:
 def closed_error(root: str) -> DataError:
     """Return the error for a read from a closed store."""
     return DataError(f"{root} is closed: its view was closed, or its with-statement has ended. Open it again to read.")
-
-
-def present(store: Store, path: str) -> FileInfo | None:
-    """Return the current size and modification time of a file, None if there is no such file. Raises MissingFileError
-    if its existence is unknown."""
-    try:
-        return store.stat(path)
-    except MissingFileError as e:
-        if e.errno in (errno.ENOENT, errno.ENOTDIR):
-            return None
-        raise
-
-
-def look(store: Store, path: str) -> FileInfo | None:
-    """Return the state of a file, None if it is absent. Raises ChangedFileError if the file changed, appeared or
-    disappeared since the store first accessed it, and what `Store.stat` raises."""
-    info = present(store, path)
-    now = _ABSENT if info is None else info
-    pin = store.pins.get(path)
-    if pin is not None and not pin.may_be(now):
-        raise changed(store.root, path, pin, now)
-    if isinstance(store, Store) and info is None:  # the store inside a wrapper remembers its own files
-        store._remember(path, _ABSENT)
-    return info
-
-
-def narrow(store: Store, paths: Iterable[str]) -> Store:
-    """Return the store with the pins of these files only, and the remembered states of unpinned ones: the part that a
-    pickled tensor needs."""
-    seen = store._seen if isinstance(store, Store) else {}
-    known = ((path, store.pins.get(path) or seen.get(path)) for path in paths)
-    found = store.pinned({path: info for path, info in known if info is not None})
-    if isinstance(store, Store):
-        found.guards = {path: guard for path, guard in store.guards.items() if path in found.pins}
-    return found
-
-
-def check(store: Store, path: str, offset: int, length: int) -> None:
-    """Call `Store.check`; skip wrappers of stores, whose inner store checks."""
-    if isinstance(store, Store):
-        store.check(path, offset, length)
-
-
-def read_pieces(store: Store, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:
-    """Call `Store.read_pieces`, or `Store.read_into` for each piece of a wrapper of a store."""
-    if isinstance(store, Store):
-        store.read_pieces(path, pieces)
-        return
-    for offset, target in pieces:
-        store.read_into(path, offset, target)
-
-
-def guarded(store: Store, guards: Mapping[str, Guard]) -> Store:
-    """Set the guards of a store and return it; used to unpickle a store."""
-    store.guards = dict(guards)
-    return store
-
-
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-
-
-class StoreFile(io.RawIOBase):
-    """A file of a store as a seekable stream, for libraries such as zipfile.
-
-    The first read within the last ``tail`` bytes, where a zip has its directory, fetches all of them; the same applies
-    to the first ``head`` bytes. With ``window`` (start, length), the stream covers only this part of the file.
-    """
-
-    def __init__(
-        self, store: Store, path: str, tail: int = 1 << 13, head: int = 0, window: tuple[int, int] | None = None
-    ) -> None:
-        self.store, self.path = store, path
-        # a file read by windows was checked before, and there may be thousands of windows
-        self.info = (store.pins.get(path) if window else None) or store.stat(path)
-        self.start, self.size = window or (0, self.info.size)
-        self._at = 0
-        self._tail_at = max(0, self.size - tail)
-        self._tail: Buffer | None = None
-        self._head_size = min(head, self._tail_at)
-        self._head: Buffer | None = None
-
-    @property
-    def where(self) -> str:
-        """The file, and the window's offset if it is not the whole file, for messages."""
-        whole = f"{self.store.root}/{self.path}"
-        return whole if (self.start, self.size) == (0, self.info.size) else f"{whole} (at byte {self.start:,})"
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"seek to {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        left = max(0, self.size - self._at)
-        size = left if size is None or size < 0 else min(size, left)
-        data = self.at(self._at, size)
-        self._at += size
-        return data
-
-    def refuse_pointer(self, head: bytes) -> None:
-        """Raise CorruptError if the file begins as a pointer of Git LFS: a clone without `git lfs` has pointers."""
-        if head.startswith(LFS_POINTER):
-            raise CorruptError(f"{self.where} is a pointer of Git LFS, not the file itself: run git lfs pull")
-
-    def at(self, offset: int, size: int) -> bytes:
-        """Read ``size`` bytes from ``offset`` on, without moving the stream. Raises CorruptError past the end."""
-        if offset < 0 or offset + size > self.size:
-            raise CorruptError(
-                f"{self.where}: bytes {offset:,} to {offset + size:,} are needed, it has {self.size:,}: truncated?"
-            )
-        if size == 0:
-            return b""
-        if offset + size <= self._head_size:
-            if self._head is None:
-                self._head = self.store.read(self.path, self.start, self._head_size)
-            return bytes(memoryview(self._head)[offset : offset + size])
-        if offset < self._tail_at:
-            return bytes(self.store.read(self.path, self.start + offset, size))
-        if self._tail is None:
-            self._tail = self.store.read(self.path, self.start + self._tail_at, self.size - self._tail_at)
-        start = offset - self._tail_at
-        return bytes(memoryview(self._tail)[start : start + size])
-
-    def keep(self, head: bytes) -> None:
-        """Cache ``head``, bytes that were read from offset 0 on, so that they are not read again."""
-        if len(head) > self._head_size:
-            self._head, self._head_size = head, len(head)
-
-    def read_pieces(self, pieces: Iterable[tuple[int, memoryview]]) -> None:
-        """Fill each target from its offset on. Bytes of the cached head and tail need no further request."""
-        far = []
-        for offset, target in pieces:
-            if offset + len(target) <= self._head_size or offset >= self._tail_at:
-                target[:] = self.at(offset, len(target))
-            else:
-                far.append((self.start + offset, target))
-        if isinstance(self.store, Store):
-            self.store.read_pieces(self.path, far)
-        else:  # a store that wraps another one
-            each(lambda piece: self.store.read_into(self.path, *piece), far)

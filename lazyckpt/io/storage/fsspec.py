@@ -1,12 +1,7 @@
-"""Files at URLs, through fsspec: memory://, http(s)://, and (with their packages) s3://, gs://, hf://, ssh://.
+"""Files at URLs of the protocols that no other store reads, through fsspec: memory://, ssh://, ftp:// and others.
 
-Every read is a request for a byte range. Requests have a high latency, so reading a few unneeded bytes is cheaper than
-a second request; `gap` limits how many.
-
-A file's state (`FileInfo`) consists of its size and, over http, the ETag and Last-Modified of the response that carries
-the bytes. For object stores it includes the ETag, version or generation, and the modification time; for other file
-systems, the modification time. Those are queried once after all requests of a read. If a web server sends neither ETag
-nor Last-Modified, only the size is compared.
+A file's state (`FileInfo`) is its size, its modification time, and its version if the file system has versions. Answers
+do not carry it: it is queried once after all requests of a read.
 """
 
 from __future__ import annotations
@@ -14,35 +9,31 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import re
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 from ...core.index import FileInfo
-from ...errors import CorruptError, CredentialsWarning, FormatError, LazyckptError, MissingFileError
-from .base import Entry, Fetched, Guard, Store, guarded
+from ...core.requests import Policy
+from ...errors import FormatError, LazyckptError, MissingFileError
+from .access import guarded
+from .base import Buffer, Entry, Guard, Store
+from .credentials import OWN, Sealed, hint, is_without_secrets, seal, unseal, without_password, without_secrets
+from .listed import portable
+from .requesting import Requesting, Transient
+from .spellings import unknown_protocol
+from .traffic import PASSING, Traffic, retry_after
 
 _KEY = os.urandom(32)  # of this process, so that hashes of options reveal nothing about them elsewhere
-GAP = 256 << 10  # bytes; about as many as 50 MB/s transfer in 5 ms
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created", "Last-Modified")
 # The ETag is first because both listings and responses contain it; S3's version id is not in listings.
-_VERSIONS = ("ETag", "etag", "generation", "VersionId", "version_id", "blob_id")
-_SECRET = re.compile(
-    r"(?i)key|secret|token|passw|credential|auth|cookie|header|sas|signature|account|connection_string"
-)
-
-
-def is_url(path: str) -> bool:
-    """Return whether a user's path has a protocol; a Windows drive is not one."""
-    return "://" in path
+_VERSIONS = ("ETag", "etag", "generation", "VersionId", "version_id", "blob_id", "xet_hash")
 
 
 @contextmanager
-def asking(url: str) -> Iterator[None]:
+def asking(url: str, options: Mapping[str, Any]) -> Iterator[None]:
     """Convert a file system's errors other than "not found" (no credentials, no connection, a rejected request; each
     package has its own exceptions) to an OSError that names the URL."""
     try:
@@ -50,33 +41,55 @@ def asking(url: str) -> Iterator[None]:
     except (LazyckptError, FileNotFoundError, NotADirectoryError):
         raise
     except Exception as e:
-        raise OSError(f"{url}: {' '.join(str(e).split()) or type(e).__name__}") from e
+        answer = getattr(e, "response", e)  # of HTTP libraries; those of asynchronous ones have it in themselves
+        status = getattr(answer, "status_code", None) or getattr(answer, "status", None)
+        passing = isinstance(e, ConnectionError | TimeoutError) or status in PASSING
+        told = " ".join(str(e).split())
+        text = without_secrets(told, options) or type(e).__name__
+        error = (Transient if passing else OSError)(f"{url}: {text}")
+        headers = getattr(answer, "headers", None)
+        if isinstance(error, Transient) and isinstance(headers, Mapping):
+            error.after = retry_after(headers)
+        raise error from (e if is_without_secrets(e, options) else None)
 
 
-def _guarded(url: str, options: Mapping[str, Any], pins: Mapping[str, FileInfo], guards: Mapping[str, Guard]) -> Store:
-    return guarded(RemoteStore(url, options, pins), guards)
+def _restored(sealed: Sealed, pins: Mapping[str, FileInfo], guards: Mapping[str, Guard]) -> Store:
+    return guarded(FsspecStore(*unseal(sealed), pins=pins), guards)
 
 
-class RemoteStore(Store):
+class FsspecStore(Requesting):
     """A folder at a URL. ``options`` (credentials, endpoints, ...) are passed to fsspec's file system."""
 
+    _reports_state = False
+
     def __init__(
-        self, url: str, options: Mapping[str, Any] | None = None, pins: Mapping[str, FileInfo] | None = None
+        self,
+        url: str,
+        options: Mapping[str, Any] | None = None,
+        traffic: Traffic | None = None,
+        pins: Mapping[str, FileInfo] | None = None,
     ) -> None:
-        super().__init__(pins)
-        self._url = _folder(url)
-        self._options = dict(options or {})
+        self._options = {**_password_of(url), **(options or {})}
+        super().__init__(Policy.of(self._options.get("requests")), traffic, pins)
+        self._url = without_password(url) if "password" in self._options else url
         self._connect()
-        self._reports_state = self._http
 
     def _connect(self) -> None:
         import fsspec
 
         self._process = os.getpid()
+        options = {name: value for name, value in self._options.items() if name not in OWN}
         try:
-            self._files, base = fsspec.core.url_to_fs(self._url, **self._options)
+            self._files, base = fsspec.core.url_to_fs(self._url, **options)
         except (ImportError, ValueError) as e:  # the protocol's package is not installed, or the protocol is unknown
-            raise FormatError(f"{self._url}: {e}") from None
+            if isinstance(e, ValueError) and "Protocol not known" in str(e):
+                raise FormatError(unknown_protocol(self.root)) from None
+            raise FormatError(f"{self.root}: {without_secrets(str(e), options)}{hint(self._options)}") from None
+        except Exception as e:  # connecting failed; each package has its own exceptions
+            text = without_secrets(" ".join(str(e).split()), options) or type(e).__name__
+            error = MissingFileError(f"{self.root}: {text}{hint(self._options)}")
+            error.errno = errno.EACCES if isinstance(e, PermissionError) else errno.EIO
+            raise error from None
         self._base = base.rstrip("/")
 
     @property
@@ -92,35 +105,24 @@ class RemoteStore(Store):
         return self._options
 
     def __reduce__(self) -> tuple[Any, ...]:
-        secret = sorted(name for name in self._options if _SECRET.search(name) or _hides(self._options[name]))
-        if secret:
-            warnings.warn(
-                f"a pickle of tensors of {self._url} holds storage options in the open: {', '.join(secret)}. Keep it "
-                "secret, or set them in fsspec's configuration or environment instead of passing them to open().",
-                CredentialsWarning,
-                stacklevel=2,
-            )
-        if self.guards:
-            return _guarded, (self._url, self._options, dict(self.pins), dict(self.guards))
-        return RemoteStore, (self._url, self._options, dict(self.pins))
+        return _restored, (seal(self._url, self._options, self.root), portable(self.pins), dict(self.guards))
 
     def __repr__(self) -> str:
-        return f"RemoteStore({self._url!r})"
+        return f"FsspecStore({self.root!r})"
 
     @property
     def root(self) -> str:
-        return self._url
+        return without_password(self._url)
 
-    @property
-    def gap(self) -> int:
-        return GAP
+    def address(self, name: str) -> str:
+        return f"{self._url}/{name}" if name else self._url
 
-    def below(self, folder: str) -> RemoteStore:
-        return RemoteStore(f"{self._url}/{folder}", self._options)
+    def below(self, folder: str) -> FsspecStore:
+        return self._like_this(FsspecStore(f"{self._url}/{folder}", self._options, self.io))
 
     def list(self, folder: str = "") -> Mapping[str, Entry]:
         try:
-            with asking(f"{self._url}/{folder}".rstrip("/")):
+            with asking(f"{self.root}/{folder}".rstrip("/"), self._options):
                 entries = self.fs.ls(self.full(folder), detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
@@ -130,90 +132,51 @@ class RemoteStore(Store):
             found[name] = Entry(_info(entry), entry["type"] == "directory")
         return found
 
-    def forget(self) -> None:
-        """Clear fsspec's listing cache, so that another open sees the current files."""
+    def split(self) -> tuple[FsspecStore, str]:
+        """Return the store and the name in it of a file or folder, see `urls.split_url`. Clears fsspec's cache of
+        listings."""
         self.fs.invalidate_cache()
-
-    @property
-    def listable(self) -> bool:
-        return not self._http
+        try:
+            with asking(self.root, self._options):
+                kind = self.fs.info(self.full(""))["type"]
+        except (FileNotFoundError, NotADirectoryError, KeyError):
+            kind = "directory" if self.list() else "nothing"
+        if kind == "directory":
+            return self, ""
+        if kind == "nothing":
+            raise MissingFileError(f"{self.root}: no such file or folder")
+        parent, _, name = self._url.rpartition("/")
+        return FsspecStore(f"{parent}/" if parent.endswith(":/") else parent, self._options), name
 
     @property
     def key(self) -> str:
-        text = repr(sorted(self._options.items(), key=lambda item: item[0])).encode("utf-8", "surrogatepass")
-        return f"{self._url} {hashlib.blake2b(text, key=_KEY).hexdigest()}"
+        text = repr((self._url, sorted(self._options.items(), key=lambda item: item[0]))).encode(
+            "utf-8", "surrogatepass"
+        )
+        return f"{self.root} {hashlib.blake2b(text, key=_KEY).hexdigest()}"
 
-    @property
-    def _http(self) -> bool:
-        return self._url.startswith(("http://", "https://"))
+    def _with(self, pins: Mapping[str, FileInfo]) -> FsspecStore:
+        return FsspecStore(self._url, self._options, self.io, pins)
 
-    def _with(self, pins: Mapping[str, FileInfo]) -> RemoteStore:
-        return RemoteStore(self._url, self._options, pins)
-
-    def _stat(self, path: str) -> FileInfo:
+    def _ask_state(self, path: str) -> FileInfo:
         full = self.full(path)
         try:
-            with asking(f"{self._url}/{path}"):
+            with asking(f"{self.root}/{path}", self._options):
                 if self.pins:  # a pinned file needs its current state; while opening, a cached listing is recent enough
                     self.fs.invalidate_cache(full)
                 return _info(self.fs.info(full))
         except (FileNotFoundError, NotADirectoryError) as e:
             raise self._gone(path, e) from None
 
-    def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
-        full, stop = self.full(path), offset + len(target)
+    def _open(self, path: str, start: int, stop: int) -> tuple[FileInfo | None, Iterable[Buffer]]:
         try:
-            with asking(f"{self._url}/{path}"):
-                if self._http:
-                    data, info = self._get(full, offset, stop)
-                else:
-                    data, info = self.fs.cat_file(full, start=offset, end=stop), None
+            with asking(f"{self.root}/{path}", self._options):
+                return None, (self.fs.cat_file(self.full(path), start=start, end=stop),)
         except (FileNotFoundError, NotADirectoryError) as e:
             raise self._gone(path, e) from None
-        if len(data) > len(target):
-            raise CorruptError(
-                f"{self._url}/{path}: expected {len(target):,} bytes from {offset:,} on, got {len(data):,}: the "
-                "server does not serve ranges"
-            )
-        target[: len(data)] = data
-        return len(data), info
-
-    def _get(self, url: str, start: int, stop: int) -> tuple[bytes, FileInfo | None]:
-        """Request a range of a file over http; return its bytes and the file's state from the response headers (fsspec
-        returns only the bytes)."""
-        from fsspec.asyn import sync
-
-        fs = self.fs
-
-        async def get() -> tuple[bytes, FileInfo | None]:
-            session = await fs.set_session()
-            options = dict(fs.kwargs)
-            headers = {
-                **options.pop("headers", {}),
-                "Range": f"bytes={start}-{stop - 1}",
-                "Accept-Encoding": "identity",
-            }
-            async with session.get(fs.encode_url(url), headers=headers, **options) as answer:
-                total = re.fullmatch(r"bytes (?:\d+-\d+|\*)/(\d+)", answer.headers.get("Content-Range", ""))
-                state = {name: answer.headers.get(name) for name in ("ETag", "Last-Modified")}
-                info = _info({**state, "size": int(total[1])}) if total else None
-                if answer.status == 416 and info is not None:  # the file is shorter now
-                    return b"", info
-                if answer.status in (404, 410):
-                    raise FileNotFoundError(url)
-                answer.raise_for_status()
-                if answer.status != 206:
-                    whole = answer.headers.get("Content-Length", "")
-                    if start or whole != str(stop):
-                        raise OSError("the server answers with other bytes than the requested range")
-                    info = _info({**state, "size": int(whole)})
-                return await answer.read(), info
-
-        got: tuple[bytes, FileInfo | None] = sync(fs.loop, get)
-        return got
 
     def _gone(self, path: str, e: OSError) -> MissingFileError:
-        error = MissingFileError(f"{self._url}/{path}: {e or 'not found'}. Is the whole checkpoint there?")
+        error = MissingFileError(f"{self.root}/{path}: {e or 'not found'}. Is the whole checkpoint there?")
         error.errno = errno.ENOENT if isinstance(e, FileNotFoundError) else e.errno
         return error
 
@@ -223,7 +186,7 @@ class RemoteStore(Store):
 
 
 def _info(entry: Mapping[str, Any]) -> FileInfo:
-    """Build a file's state from an fsspec entry or from response headers. The keys differ by protocol."""
+    """Build a file's state from an fsspec entry. The keys differ by protocol."""
     known = {key: entry[key] for key in (*_TIMES, *_VERSIONS) if entry.get(key)}
     changed = next((known[k] for k in _TIMES if k in known), 0)
     version = next((str(known[k]) for k in _VERSIONS if k in known and known[k] != "null"), "")
@@ -244,58 +207,14 @@ def _nanoseconds(time: Any) -> int:
     return int(time * 1e9) if isinstance(time, int | float) else 0
 
 
-def _hides(value: Any) -> bool:
-    """Return whether a nested option contains a key that looks like the name of a secret."""
-    if isinstance(value, Mapping):
-        return any(_SECRET.search(str(name)) or _hides(part) for name, part in value.items())
-    return False
+def _password_of(url: str) -> dict[str, str]:
+    """Return the password in a URL as an option, if its file system has that option."""
+    if without_password(url) == url:
+        return {}
+    import fsspec
 
-
-def _folder(url: str) -> str:
-    """Remove trailing slashes, except those of a protocol's root ("memory://")."""
-    url = url.rstrip("/")
-    return f"{url}//" if url.endswith(":") else url
-
-
-def split_url(url: str, options: Mapping[str, Any] | None) -> tuple[RemoteStore, str]:
-    """Return the store for a user's URL and the name within the store. A folder has the name ""; a file is opened in
-    the store of its parent folder."""
-    url = _folder(url)
-    parent, _, name = url.rpartition("/")
-    store = RemoteStore(url, options)
-    store.forget()
-    info: Mapping[str, Any] = {}
     try:
-        with asking(url):
-            info = store.fs.info(store.full(""))
-        kind = info["type"]
-    except (FileNotFoundError, NotADirectoryError, KeyError):
-        kind = "directory" if store.list() else "nothing"
-    if kind == "directory":
-        return store, ""
-    if kind == "nothing":
-        raise MissingFileError(f"{url}: no such file or folder")
-    if url.startswith(("http://", "https://")):
-        _check_served(store, info)
-    return RemoteStore(parent, options), name
-
-
-def _check_served(store: RemoteStore, info: Mapping[str, Any]) -> None:
-    """Raise FormatError if the URL of ``store`` is an HTML page or its server does not serve ranges. To find out
-    without a full download, request the last byte and close the connection if more than that arrives."""
-    url, size = store.root, info.get("size")
-    if info.get("mimetype") == "text/html":
-        raise FormatError(
-            f"{url}: the server has a page there (text/html). Over http folders cannot be opened: name a file"
-        )
-    if size == 0:
-        return
-    served = False
-    if size is not None and info.get("partial") is not False:
-        with asking(url), store.fs.open(store.full(""), "rb", size=size, cache_type="none") as file:
-            file.seek(size - 1)
-            with suppress(ValueError):  # fsspec raises it if the response is not the requested range
-                file.read(1)
-                served = True
-    if not served:
-        raise FormatError(f"{url}: the server does not serve parts of files (ranges): download it, and open that")
+        found = fsspec.get_filesystem_class(url.partition("://")[0])._get_kwargs_from_urls(url)
+    except (ImportError, ValueError):  # `FsspecStore` tells it
+        return {}
+    return {"password": found["password"]} if found.get("password") else {}

@@ -8,10 +8,13 @@ from typing import Any
 
 from ...core.box import Box
 from ...core.compose import compose
-from ...core.index import Index, Placement, TensorSpec, renamed
+from ...core.index import Index
+from ...core.placement import Placement
+from ...core.specs import TensorSpec, renamed
 from ...errors import Problem
 from ..megatron import is_gated, second_matrix, stack_of
 from ..tables import pattern
+from .gguf import from_gguf
 from .rewrite import Heads, Report, new_names, rename
 from .table import Entry, table
 
@@ -116,9 +119,12 @@ def renamed_index(
 ) -> Index:
     """Return the index with ``states`` under the names of a table.
 
-    ``which`` is "hf" (from megatron-core's names to Hugging Face's, by the table that fits the model), "megatron" (the
-    reverse), the name of a table, or the user's own table. Raises FormatError if there is no such table.
+    ``which`` is "hf" (from megatron-core's names, or GGUF's, to Hugging Face's, by the table that fits the model),
+    "megatron" (the reverse, of megatron-core's), the name of a table, or the user's own table. Raises FormatError if
+    there is no such table.
     """
+    if which == "hf" and not reverse and index.format == "gguf":
+        return from_gguf(index, states)
     args = getattr(index.meta.get("args"), "__dict__", {})
     heads = heads_of(index.meta)
     every = {name: spec for state in reversed(list(states.values())) for name, spec in state.items()}

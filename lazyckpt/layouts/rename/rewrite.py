@@ -9,7 +9,8 @@ from itertools import accumulate
 
 from ...core.box import Box, Shape
 from ...core.compose import compose
-from ...core.index import Placement, TensorSpec, renamed
+from ...core.placement import Placement
+from ...core.specs import TensorSpec, renamed
 from ...errors import Problem, only_one, some
 from .table import Cut, Entry, pattern
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ...core.expr import formula
 from ...core.units import human_bytes, human_count, plural
 from ...errors import Problem, and_more
 from ...lazy import LazyArray
@@ -162,8 +163,8 @@ def tensor_html(t: LazyArray, more: str = "") -> str:
         notes.append(f"part of a tensor of shape [{', '.join(map(str, t.spec.shape))}]")
     if t.spec.stored_as:
         notes.append(f"stored as {t.spec.stored_as!r}")
-    if t.spec.combine == "mean":
-        notes.append("the mean of the replicas, taken in float32")
+    if t.spec.expr is not None:
+        notes.append(formula(t.spec))
     if t.spec.rule:
         notes.append(t.spec.rule)
     return page(

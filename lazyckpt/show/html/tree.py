@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
-from ...core.index import TensorSpec
+from ...core.specs import TensorSpec
 from ...core.units import human_bytes, human_count, plural
 from ...errors import and_more
 from ...lazy import LazyArray, shape_of

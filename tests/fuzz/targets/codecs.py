@@ -12,7 +12,7 @@ import google_crc32c
 import numcodecs
 import numpy as np
 
-from lazyckpt.core.index import Codec
+from lazyckpt.core.extents import Codec
 from lazyckpt.io.codecs import KNOWN, decode
 
 from ..contract import DifferenceError, Target

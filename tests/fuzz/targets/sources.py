@@ -74,8 +74,9 @@ def opened(path: Path, **options: Any) -> dict[str, torch.Tensor]:
         return look(view)
 
 
-def replacing(folder: Callable[[], Path], name: str) -> Callable[[bytes], None]:
-    """A target that opens a genuine checkpoint with these bytes in the place of one of its files."""
+def replacing(folder: Callable[[], Path], name: str, base: Callable[[], Path] | None = None) -> Callable[[bytes], None]:
+    """A target that opens a genuine checkpoint with these bytes in the place of one of its files; ``base``: that of a
+    delta."""
 
     @functools.cache
     def copy() -> Path:
@@ -87,7 +88,7 @@ def replacing(folder: Callable[[], Path], name: str) -> Callable[[bytes], None]:
         path = copy() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-        opened(copy())
+        opened(copy(), **({} if base is None else {"base": base()}))
 
     return run
 

@@ -13,7 +13,7 @@ import lazyckpt
 from lazyckpt.io.containers.pickle.plain import Plain
 from lazyckpt.io.containers.torch_file import read_torch_file
 from lazyckpt.io.containers.zip import data_offset, read_columns, read_zip
-from lazyckpt.io.storage.base import StoreFile
+from lazyckpt.io.storage.streams import StoreFile
 
 from ...hostility import write_real
 from ..contract import DifferenceError, Target

@@ -178,8 +178,11 @@ class Plain:
         if len(path) > _SHARED:
             return self._walk(value, path, depth)
         known = parts.get(path)
-        if known is not None and known.value is value and known.depth == depth and known.tensors.keys().isdisjoint(
-            self.tensors
+        if (
+            known is not None
+            and known.value is value
+            and known.depth == depth
+            and known.tensors.keys().isdisjoint(self.tensors)
         ):
             self._budget.charge(known.cost)
             self.tensors.update(known.tensors)

@@ -1,0 +1,150 @@
+"""The ``_extra_state`` of Transformer Engine's modules: scales, as a pickle in the checkpoint. Nothing is executed.
+
+A module returns its scales as bytes: of `torch.save` or of `pickle.dumps`, in a tensor of uint8 or in an `io.BytesIO`.
+``scale_inv_fwd`` has what codes are multiplied by, for the inputs, weights and outputs of each product. TE 2 stores
+only ``scale_fwd``, the scales of the next step, of which codes may have others: they are not used.
+
+Source: NVIDIA/TransformerEngine 1.13, transformer_engine/pytorch/module/base.py (`get_extra_state`) and
+csrc/common.h (`enum FP8FwdTensors`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...core.box import c_strides
+from ...core.dtypes import F32, U8, DType
+from ...errors import CorruptError, DataError, LazyckptError
+from ...io.containers.pickle.machine import Pickle
+from ...io.containers.pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage
+from ...io.containers.pickle.records import Opaque
+from ...io.containers.torch_file import TorchFile, is_torch_file, read_torch_file
+from ...io.reading.packed import Memory
+from .model import Model
+
+_KEY = "_extra_state"
+_NUMBERS = {"weight": 1, "fc1_weight": 1, "fc2_weight": 4}  # the number of a weight among a module's tensors
+_NAME = "extra_state"
+
+
+def has_scales(model: Model, name: str) -> bool:
+    """Return whether a tensor may be the codes of a weight whose scale is in the ``_extra_state`` of its module."""
+    module, _, last = name.rpartition(".")
+    return last in _NUMBERS and (_beside(module) in model or _in_meta(model, name) is not None)
+
+
+def _beside(module: str) -> str:
+    return f"{module}.{_KEY}" if module else _KEY
+
+
+def scale_of(model: Model, name: str) -> tuple[float, tuple[str, ...]]:
+    """Return what the codes of a weight are multiplied by, and the tensors that say it.
+
+    Raises
+    ------
+    DataError
+        The state does not say it.
+    """
+    module, _, last = name.rpartition(".")
+    beside = _beside(module)
+    used: tuple[str, ...] = ()
+    if beside in model:
+        if model.kind(beside).dtype is not U8:
+            raise DataError(f"its {_KEY} is {model.kind(beside).dtype}, not bytes")
+        data, used = model.read(beside).contiguous().numpy().tobytes(), (beside,)
+    else:
+        found = _in_meta(model, name)
+        data = b"" if found is None else found
+    if not data:
+        raise DataError(f"its {_KEY} is empty")
+    scales = _scales(model, data, f"{model.view.root} ({beside})")
+    number = _NUMBERS[last]
+    if len(scales) <= number:
+        raise DataError(f"its {_KEY} has {len(scales)} scales: none for the weight")
+    return float(scales[number]), used
+
+
+def _in_meta(model: Model, name: str) -> bytes | None:
+    """Return the bytes of a module's state that is in the metadata of the checkpoint, not in a tensor."""
+    spec = model.spec(name)
+    stored = (spec.stored_as or spec.name).rpartition(".")[0]
+    found = _down(model.view._index.meta, _beside(stored))
+    if isinstance(found, Opaque) and (found.module.lstrip("_"), found.name) == ("io", "BytesIO"):
+        for part in (*(found.args or ()), *(found.state if isinstance(found.state, tuple) else ())):
+            if isinstance(part, bytes):
+                return part
+    return None
+
+
+def _down(value: Any, path: str) -> Any:
+    """Return what is at a dotted path of nested mappings, whose keys may have dots, too; None if nothing is."""
+    if not isinstance(value, Mapping):
+        return None
+    if path in value:
+        return value[path]
+    for at, char in enumerate(path):
+        if char == "." and path[:at] in value:
+            found = _down(value[path[:at]], path[at + 1 :])
+            if found is not None:
+                return found
+    return None
+
+
+def _scales(model: Model, data: bytes, where: str) -> NDArray[np.float32]:
+    """Return ``scale_inv_fwd``. Raises DataError if there is none."""
+    file: TorchFile | None = None
+    try:
+        if is_torch_file(data[:512]):
+            read = read_torch_file(Memory(model.view._store, _NAME, data), _NAME)
+            file, state = read, read.root
+        else:
+            state = Pickle(data, where, {**REBUILD, **_LOADED}, persistent_storage).value
+        found = state.get("scale_inv_fwd") if isinstance(state, dict) else None
+        if found is None and isinstance(state, dict) and "scale_fwd" in state:
+            raise DataError(f"its {_KEY} has only scale_fwd, the scale of the next step")
+        if not isinstance(found, StoredTensor) or found.dtype is not F32 or len(found.shape) != 1:
+            raise DataError(f"its {_KEY} has no scale_inv_fwd")
+        return _values(found, file, data)
+    except DataError:
+        raise
+    except LazyckptError as e:
+        raise DataError(f"its {_KEY} cannot be read: {e}") from e
+
+
+def _values(tensor: StoredTensor, file: TorchFile | None, data: bytes) -> NDArray[np.float32]:
+    if tensor.strides != c_strides(tensor.shape) or tensor.storage is None:
+        raise DataError(f"its {_KEY} has scale_inv_fwd with strides {tensor.strides}")
+    if tensor.storage.data is not None:
+        raw, at = tensor.storage.data, tensor.offset * 4
+    elif file is not None:
+        raw, at = data, file.extent(tensor, "scale_inv_fwd").offset
+    else:
+        raise DataError(f"its {_KEY} has scale_inv_fwd without its data")
+    if at + tensor.shape[0] * 4 > len(raw):
+        raise CorruptError("scale_inv_fwd is longer than its data")
+    return np.frombuffer(raw, "<f4", tensor.shape[0], at)
+
+
+def _load_from_bytes(data: Any) -> StoredStorage:
+    """Return the storage that `pickle.dumps` of a tensor has inside, as bytes of `torch.save`."""
+    if not isinstance(data, bytes):
+        raise TypeError("no bytes of a storage")
+    file = read_torch_file(Memory(_NOWHERE, _NAME, data), _NAME)
+    root = file.root
+    if not isinstance(root, StoredStorage):
+        raise TypeError("no storage")
+    record = file.records[root.key]
+    dtype: DType | None = root.dtype
+    return StoredStorage(root.key, dtype, root.numel, root.location, None, data[record.offset :][: record.nbytes])
+
+
+class _Nowhere:
+    root = "an _extra_state"
+
+
+_NOWHERE: Any = _Nowhere()
+_LOADED = {("torch.storage", "_load_from_bytes"): _load_from_bytes}

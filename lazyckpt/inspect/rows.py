@@ -1,0 +1,151 @@
+"""Tables of results: a row for each tensor, looked up by number or name, shown as text and HTML."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from typing import Any, Protocol, Self, TypeVar, overload
+
+from ..core.names import shortened
+from ..errors import TensorNotFoundError
+
+_ROWS = 40  # rows that a repr prints
+
+
+class Row(Protocol):
+    """A row of a table: a dataclass of results for one tensor."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the columns as plain objects."""
+
+
+R = TypeVar("R", bound=Row, covariant=True)
+
+
+class Rows(Sequence[R]):
+    """A sequence of rows.
+
+    Parameters
+    ----------
+    rows
+        The rows.
+    """
+
+    __slots__ = ("_rows",)
+
+    def __init__(self, rows: Iterable[R]) -> None:
+        self._rows = tuple(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[R]:
+        return iter(self._rows)
+
+    @overload
+    def __getitem__(self, key: int | str) -> R: ...
+    @overload
+    def __getitem__(self, key: slice) -> Self: ...
+    def __getitem__(self, key: int | str | slice) -> R | Self:
+        if isinstance(key, str):
+            for one in self._searched():
+                if one.name == key:
+                    return one
+            raise TensorNotFoundError(f"there is no row {key!r} among {len(self):,}")
+        return type(self)(self._rows[key]) if isinstance(key, slice) else self._rows[key]
+
+    def _searched(self) -> Iterator[R]:
+        """Yield the rows in the order in which a name is looked up."""
+        return iter(self._rows)
+
+    def __eq__(self, other: object) -> bool:
+        return self._rows == other._rows if isinstance(other, type(self)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._rows)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._rows,)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Return the rows as plain objects (`as_dict` of each)."""
+        return [one.as_dict() for one in self._rows]
+
+    @abstractmethod
+    def lines(self, limit: int | None = None) -> list[tuple[str, ...]]:
+        """Return header and rows as text, padded to columns.
+
+        Parameters
+        ----------
+        limit
+            Show only the first and last rows if there are more than this number.
+
+        Returns
+        -------
+        list of tuple of str
+            A tuple of cells for each line.
+        """
+
+    def _text(self, limit: int | None) -> str:
+        return "\n".join("  ".join(cells).rstrip() for cells in self.lines(limit))
+
+    def __str__(self) -> str:
+        return self._text(None)
+
+    def __repr__(self) -> str:
+        return self._text(_ROWS)
+
+    def _repr_html_(self) -> str:
+        head, *lines = self.lines(_ROWS)
+        titles = [cell.strip() for cell in head]
+        shown = "".join(f"<tr>{''.join(self._html(titles, line))}</tr>" for line in lines)
+        named = "".join(f"<th style='{self._style(title, '')}'>{escape(title)}</th>" for title in titles)
+        table = f"<table><thead><tr>{named}</tr></thead><tbody>{shown}</tbody></table>"
+        return f"<div class='tex2jax_ignore mathjax_ignore'>{table}</div>"  # so that "$" in names is not mathematics
+
+    def _html(self, titles: Sequence[str], line: Sequence[str]) -> Iterator[str]:
+        """Yield the cells of a line as HTML. The last of fewer cells than titles takes the place of the rest."""
+        for c, cell in enumerate(line):
+            if c == len(line) - 1 and len(line) < len(titles):
+                yield f"<td colspan='{len(titles) - c}' style='text-align:left'>{escape(cell.strip())}</td>"
+            else:
+                yield f"<td style='{self._style(titles[c], cell)}'>{self._inside(titles[c], cell)}</td>"
+
+    def _inside(self, title: str, cell: str) -> str:
+        """Return a cell of a column as HTML."""
+        return escape(cell.strip())
+
+    @abstractmethod
+    def _style(self, title: str, cell: str) -> str:
+        """Return the style of a cell of a column; "" for that of its title."""
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Iterable[str]) -> list[tuple[str, ...]]:
+    """Return lines with their cells padded to columns.
+
+    Parameters
+    ----------
+    lines
+        The cells of each line. The first line has the titles. The last of fewer cells than titles is not padded.
+    left
+        The titles of the columns that are aligned to the left.
+    """
+    head = lines[0]
+    padded = [line if len(line) == len(head) else line[:-1] for line in lines]
+    widths = [max(len(line[c]) for line in padded if c < len(line)) for c in range(len(head))]
+    sides = [str.ljust if title in set(left) else str.rjust for title in head]
+    return [
+        (*(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=False)), *whole[len(line) :])
+        for line, whole in zip(padded, lines, strict=True)
+    ]
+
+
+def printed(name: str) -> str:
+    """Return a name for a cell: shortened, and quoted if it has characters that terminals do not print."""
+    name = shortened(name)
+    return name if name.isprintable() else repr(name)
