@@ -284,7 +284,7 @@ def _packed(members: dict[str, bytes]) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name, data in members.items():
-            archive.writestr(name, data)
+            archive.writestr(zipfile.ZipInfo(name), data)  # (which has no time of its own)
     return file.getvalue()
 
 

@@ -20,7 +20,7 @@ from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.testing.remote import Served
 
 from ..contract import DifferenceError, Target
-from .sources import opened, scratch, write
+from .sources import opened, scratch, write, zip_of
 
 _MOST = 1 << 20  # bytes of a file that is compared
 
@@ -40,7 +40,7 @@ def tars() -> list[bytes]:
             _folder(Path(name), 9 if form == tarfile.USTAR_FORMAT else 12)
             file = io.BytesIO()
             with tarfile.open(fileobj=file, mode="w", format=form) as archive:
-                archive.add(name, "run" if form == tarfile.GNU_FORMAT else ".")
+                archive.add(name, "run" if form == tarfile.GNU_FORMAT else ".", filter=_anywhere)
                 hard = tarfile.TarInfo("hard.json")
                 hard.type, hard.linkname = tarfile.LNKTYPE, "run/config.json"
                 archive.addfile(hard)
@@ -48,18 +48,18 @@ def tars() -> list[bytes]:
     return found
 
 
+def _anywhere(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """A member as whoever makes the archive, whenever: each run has the same seeds."""
+    member.mtime, member.uid, member.gid, member.uname, member.gname = 1e9 + 0.5, 0, 0, "user", "group"
+    member.mode = 0o755 if member.isdir() else 0o644
+    return member
+
+
 def zips() -> list[bytes]:
-    found = []
     with tempfile.TemporaryDirectory() as name:
         _folder(Path(name))
-        for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            file = io.BytesIO()
-            with zipfile.ZipFile(file, "w") as archive:
-                for path in sorted(Path(name).rglob("*")):
-                    packed = method if path.suffix == ".json" else zipfile.ZIP_STORED
-                    archive.write(path, path.relative_to(name), packed)
-            found.append(file.getvalue())
-    return found
+        packed = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+        return [zip_of(Path(name), lambda p, m=m: m if p.suffix == ".json" else zipfile.ZIP_STORED) for m in packed]
 
 
 def _compare(store: Store, theirs: Mapping[str, bytes]) -> None:

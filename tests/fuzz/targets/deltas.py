@@ -10,7 +10,7 @@ import lazyckpt
 
 from ...test_published_deltas import history, skyrl, slime
 from ..contract import Target
-from .sources import replacing, scratch
+from .sources import in_order, replacing, scratch, settled
 
 
 @functools.cache
@@ -23,7 +23,10 @@ def _made() -> Path:
     old, new, *_ = history(folder / "base")
     for encoding in ("xor", "overwrite"):
         slime(folder / encoding, 1, new, old, encoding, "adler32", ranks=1)
+        for path in (folder / encoding).rglob("*.safetensors"):
+            path.write_bytes(in_order(path.read_bytes()))
     skyrl(folder / "skyrl", 1, new, old, "sha256")
+    settled(folder)
     view = lazyckpt.open(folder / "xor" / "weight_v000001", base=folder / "base", cache=False)
     lazyckpt.delta(view, lazyckpt.open(folder / "base", cache=False)).write(folder / "own", progress=False)
     return folder

@@ -16,7 +16,7 @@ from lazyckpt.io.plain_json import decode, encode
 from lazyckpt.layouts.rename.table import read_table
 
 from ..contract import DifferenceError, Target
-from .sources import write
+from .sources import settled, write
 
 
 def plain_json(data: bytes) -> None:
@@ -74,7 +74,7 @@ def manifest(data: bytes) -> None:
 def _manifest() -> list[bytes]:
     path = write("digest.pt", b"")
     torch.save({"a": torch.arange(3), "b": torch.ones(2, 2)}, path)
-    with lazyckpt.open(path, cache=False) as view:
+    with lazyckpt.open(settled(path), cache=False) as view:
         return [view.digest().to_json().encode()]
 
 

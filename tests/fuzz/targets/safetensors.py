@@ -15,12 +15,12 @@ from lazyckpt.io.containers.safetensors import read_safetensors
 
 from ...hostility import write_real
 from ..contract import DifferenceError, Target
-from .sources import equal, golden, look, memory, write
+from .sources import equal, golden, in_order, look, memory, write
 
 
 def seeds() -> list[bytes]:
     with tempfile.TemporaryDirectory() as folder:
-        real = write_real(Path(folder), "safetensors").read_bytes()
+        real = in_order(write_real(Path(folder), "safetensors").read_bytes())
     llama = golden("huggingface", "llama_sharded")
     return [real, (llama / "model-00002-of-00006.safetensors").read_bytes(), real[:8] + real[8:]]
 

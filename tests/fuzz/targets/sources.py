@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import atexit
 import functools
+import io
+import json
+import os
 import shutil
 import tarfile
 import tempfile
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,33 @@ def scratch() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="lazyckpt-fuzz-", dir=shm if shm.is_dir() else None))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def settled(path: Path) -> Path:
+    """Give a file, or all of a folder, one time of modification, so that what is made of it is the same in each run."""
+    for one in (path, *path.rglob("*")):
+        os.utime(one, (1e9, 1e9), follow_symlinks=False)
+    return path
+
+
+def zip_of(folder: Path, method: Callable[[Path], int] = lambda _: zipfile.ZIP_DEFLATED) -> bytes:
+    """A zip of a folder, which tells neither times nor who made it; ``method``: how a file is compressed."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for path in sorted(folder.rglob("*")):
+            info = zipfile.ZipInfo(str(path.relative_to(folder)) + "/" * path.is_dir())
+            if path.is_dir():
+                archive.writestr(info, b"")
+            else:
+                archive.writestr(info, path.read_bytes(), method(path))
+    return file.getvalue()
+
+
+def in_order(data: bytes) -> bytes:
+    """A file of safetensors with its header in order: its writer gives the metadata in another order each time."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8:end]), sort_keys=True, separators=(",", ":")).encode()
+    return data[:8] + header.ljust(end - 8) + data[end:]
 
 
 def memory(data: bytes, name: str) -> Memory:

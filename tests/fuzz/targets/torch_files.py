@@ -6,6 +6,7 @@ import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -23,6 +24,18 @@ from .sources import equal, look, memory, write
 def _real(*kinds: str) -> list[bytes]:
     with tempfile.TemporaryDirectory() as folder:
         return [write_real(Path(folder), kind).read_bytes() for kind in kinds]
+
+
+def legacy() -> list[bytes]:
+    """A file whose storages are called 10000000000000 and so on, where torch writes their addresses."""
+    addresses: dict[int, int] = {}
+
+    def number(storage: torch.UntypedStorage) -> int:
+        address = torch._C.StorageBase._cdata.__get__(storage)
+        return addresses.setdefault(address, 10**13 + len(addresses))
+
+    with mock.patch.object(torch.UntypedStorage, "_cdata", property(number), create=True):
+        return _real("legacy")
 
 
 def archives() -> list[bytes]:
@@ -90,6 +103,6 @@ def zip_columns(data: bytes) -> None:
 
 TARGETS = (
     Target("torch.zip", file, archives, "zip"),
-    Target("torch.legacy", file, lambda: _real("legacy"), "pickle"),
+    Target("torch.legacy", file, legacy, "pickle"),
     Target("torch.directory", zip_columns, archives, "zip"),
 )

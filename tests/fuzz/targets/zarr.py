@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,13 +18,14 @@ from lazyckpt import LazyckptError
 
 from ...writers import zarr_files
 from ..contract import DifferenceError, Target
-from .sources import LARGE, look, opened, replacing, scratch, write
+from .sources import LARGE, look, opened, replacing, scratch, write, zip_of
 
 
 @functools.cache
 def _store(version: int) -> Path:
     folder = Path(tempfile.mkdtemp(dir=scratch())) / f"v{version}.zarr"
-    (zarr_files.v2 if version == 2 else zarr_files.v3)(folder)
+    with mock.patch("time.time", return_value=1e9):  # gzip writes it
+        (zarr_files.v2 if version == 2 else zarr_files.v3)(folder)
     return folder
 
 
@@ -85,8 +87,7 @@ def _compare(folder: Path, found: torch.Tensor) -> None:
 
 @functools.cache
 def _zip() -> bytes:
-    path = Path(shutil.make_archive(str(scratch() / "store"), "zip", _store(3)))
-    return path.read_bytes()
+    return zip_of(_store(3))
 
 
 def zipped(data: bytes) -> None:
