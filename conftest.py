@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterable
 
+import hypothesis
 import pytest
 
 # What each lane leaves out: tests with one of these marks (pyproject.toml says what they mean).
@@ -24,6 +25,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["LAZYCKPT_TEST_LANE"] = config.getoption("lane")  # tests/lanes.py asks for it
+    # A busy machine fails no property test. One change has the same examples on every machine; "all" looks for new ones.
+    hypothesis.settings.register_profile(
+        "lanes",
+        deadline=None,
+        derandomize=config.getoption("lane") != "all",
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("lanes")
     gc.disable()  # until all tests are collected: what is imported and collected stays
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from filelock import FileLock  # torch depends on it
@@ -57,6 +59,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("full")
         for name in LONG.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.xdist_group(name))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Start the common random numbers anew: no test depends on those that ran before it in its process."""
+    random.seed(0)
+    np.random.seed(0)  # (of libraries that the tests call)
+    torch.manual_seed(0)
 
 
 def pytest_sessionfinish() -> None:
