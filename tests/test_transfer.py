@@ -277,7 +277,7 @@ class _Watched:
     def wait(self, count: int) -> bool:
         """Wait until so many reads have been made."""
         with self.change:
-            return self.change.wait_for(lambda: len(self.offsets) >= count, timeout=20)
+            return self.change.wait_for(lambda: len(self.offsets) >= count, timeout=120)
 
 
 ROW = 40 << 10  # bytes of a piece, larger than what is read with others
