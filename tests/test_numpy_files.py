@@ -37,7 +37,7 @@ def arrays() -> dict[str, np.ndarray[Any, Any]]:
         "empty": np.zeros((0, 3), "f4"),
         "scalar": np.array(7, "i8"),
         "many.dimensions": np.ones((1,) * 30, "i2"),
-        "large": rng.standard_normal((700, 800)).astype("f4"),
+        "large": rng.standard_normal((70, 80)).astype("f4"),
     }
 
 
