@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -183,12 +183,18 @@ def test_a_second_call_resumes_only_the_same_work(tmp_path: Path, zero_cases: Ma
     assert token(tensors[0]) == token(pickle.loads(pickle.dumps(tensors[0])))
 
 
-def test_values_are_compared(made: Made, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def spawned() -> Iterator[ProcessPoolExecutor]:
+    """A process that shares nothing with this one."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        yield executor
+
+
+def test_values_are_compared(made: Made, tmp_path: Path, spawned: ProcessPoolExecutor) -> None:
     made.view.to_safetensors(tmp_path / "same.safetensors", progress=False)
     written = lazyckpt.open(tmp_path / "same.safetensors", cache=False)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
-        for mine in (made.view.digest(progress=False), made.view.digest(progress=False, executor=executor)):
-            assert dict(mine.states["weights"]) == dict(written.digest(progress=False).states["weights"])
+    for mine in (made.view.digest(progress=False), made.view.digest(progress=False, executor=spawned)):
+        assert dict(mine.states["weights"]) == dict(written.digest(progress=False).states["weights"])
     assert lazyckpt.diff(made.view, written, progress=False).equal
     save_file({n: t + 1 for n, t in made.truth.items()}, tmp_path / "other.safetensors")
     other = lazyckpt.open(tmp_path / "other.safetensors", cache=False)
