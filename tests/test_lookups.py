@@ -25,19 +25,21 @@ from .writers import Case
 
 
 class Meter:
-    """How many requests are under way, and were at most."""
+    """How many requests are under way, and were at most. Each waits until there have been ``wanted`` at once."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.now = self.most = 0
+        self.change = threading.Condition()
+        self.now = self.most = self.wanted = 0
 
     def __enter__(self) -> None:
-        with self.lock:
+        with self.change:
             self.now += 1
             self.most = max(self.most, self.now)
+            self.change.notify_all()
+            self.change.wait_for(lambda: self.most >= self.wanted, timeout=60)
 
     def __exit__(self, *_: object) -> None:
-        with self.lock:
+        with self.change:
             self.now -= 1
 
 
@@ -90,7 +92,7 @@ def test_the_archives_of_one_tensor(dcp_cases: dict[str, Case], meter: Meter) ->
     view = lazyckpt.open(case.path, cache=False)
     t = max(view.values(), key=lambda t: len(t.fragments))
     assert len(t.fragments) == 4
-    meter.most = 0
+    meter.most, meter.wanted = 0, 4
     same(t[...], case.truth["weights"][t.name], t.name)
     assert meter.most == 4
 

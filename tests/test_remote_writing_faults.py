@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -273,11 +274,14 @@ def test_a_reader_that_listed_the_folder_before_it_is_replaced(
     options: dict[str, Any] = {"max_shard_size": 2500, "storage_options": s3.options}
     old.to_safetensors(s3.at("st"), **options)
     opened, completed, began = ObjectStore._open, S3Uploads.complete, list[str]()
+    others = threading.Semaphore(0)
 
     def complete(self: Any, key: str, *about: Any) -> None:
         if "00001" in key:
+            assert others.acquire(timeout=60) and others.acquire(timeout=60)
             raise ConnectionResetError("the network is gone")
         completed(self, key, *about)
+        others.release()
 
     def replaced(self: Any, path: str, *about: Any) -> Any:
         if path.endswith("index.json") and not began:
