@@ -33,8 +33,8 @@ MIB = 1 << 20
 
 
 def often(count: int) -> int:
-    """How often a test repeats: ``count`` times in the lane "all", an eighth otherwise."""
-    return count if os.environ.get(LANE) == "all" else -(-count // 8)
+    """How often a test repeats: ``count`` times in the lane "all", a sixteenth otherwise."""
+    return count if os.environ.get(LANE) == "all" else -(-count // 16)
 
 
 _PROGRAM = """
