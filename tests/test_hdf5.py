@@ -12,10 +12,11 @@ import torch
 import lazyckpt
 from lazyckpt import CorruptError, FormatError, LazyckptError, testing
 
+from .fuzz.targets.sources import golden
 from .lanes import rounds
 
 h5py = pytest.importorskip("h5py")
-KERAS = Path(__file__).parent / "golden" / "keras"
+KERAS = golden("keras", "files")
 
 
 def tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:

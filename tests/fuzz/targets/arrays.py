@@ -1,5 +1,4 @@
-"""Files of arrays: numpy's, HDF5 and Keras, Flax's msgpack, tables of TensorFlow. The writers' readers agree, where they
-read the same bytes."""
+"""Files of arrays: numpy's, HDF5 and Keras, Flax's msgpack, tables of TensorFlow. numpy agrees where it reads them."""
 
 from __future__ import annotations
 
@@ -16,7 +15,6 @@ import numpy as np
 
 from lazyckpt.io.containers.leveldb import FOOTER, MAGIC, masked
 
-from ...recordings import GOLDEN
 from ..contract import DifferenceError, Target
 from .sources import golden, opened, replacing, scratch, write
 
@@ -119,7 +117,7 @@ def _blocks() -> list[bytes]:
     """The blocks of entries of the recorded tables: from the first byte to the restarts, which end at a checksum."""
     found = []
     for name in ("ckpt-1.index", "model.ckpt-2.index"):
-        data = GOLDEN.joinpath("tensorflow", name).read_bytes()
+        data = (golden("tensorflow", "files") / name).read_bytes()
         for size in range(8, len(data) - FOOTER):
             block = data[:size]
             if data[size : size + 5] == _framed(block)[size:]:
@@ -131,7 +129,7 @@ def _blocks() -> list[bytes]:
 @functools.cache
 def _bundle() -> Path:
     to = Path(tempfile.mkdtemp(dir=scratch()))
-    shutil.copy(GOLDEN / "tensorflow" / "ckpt-1.data-00000-of-00001", to)
+    shutil.copy(golden("tensorflow", "files") / "ckpt-1.data-00000-of-00001", to)
     return to
 
 
@@ -167,7 +165,7 @@ def _replacing(group: str, case: str, file: str) -> Callable[[bytes], None]:
 
 
 def _files(group: str, *names: str) -> Callable[[], list[bytes]]:
-    return lambda: [GOLDEN.joinpath(group, name).read_bytes() for name in names]
+    return lambda: [(golden(group, "files") / name).read_bytes() for name in names]
 
 
 TARGETS = (
