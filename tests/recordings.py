@@ -122,7 +122,8 @@ def _array_files(module: str, packages: tuple[str, ...], modules: tuple[str, ...
         importlib.import_module(f"{__package__}.writers.{module}").write_all(folder / "files" / "ckpt")
 
     def load(folder: Path, name: str) -> dict[str, Case]:
-        return {file: Case(folder / name / "ckpt" / file, {}, {}) for file in (*files, "truth.npz")}
+        cases = {file: Case(folder / name / "ckpt" / file, {}, {}) for file in (*files, "truth.npz")}
+        return {file: case for file, case in cases.items() if case.path.exists()}  # (new ones are not recorded yet)
 
     return Group(("files",), write, load, packages, modules)
 
@@ -232,7 +233,13 @@ GROUPS = {
         ("nanotron", "dacite", "olmo_core", "torchsnapshot"),
     ),
     "keras": _array_files(
-        "keras_files", ("h5py", "keras"), ("h5py", "keras"), "model.keras", "model.weights.h5", "half.weights.h5"
+        "keras_files",
+        ("h5py", "keras"),
+        ("h5py", "keras"),
+        "model.keras",
+        "model.weights.h5",
+        "old.h5",
+        "half.weights.h5",
     ),
     "flax": _array_files(
         "flax_files",

@@ -171,7 +171,9 @@ def _files(group: str, *names: str) -> Callable[[], list[bytes]]:
 TARGETS = (
     Target("arrays.npy", npy, npy_seeds, "bytes"),
     Target("arrays.npz", npz, npz_seeds, "zip"),
-    Target("arrays.hdf5", _opening("model.weights.h5"), _files("keras", "model.weights.h5", "half.weights.h5")),
+    Target(
+        "arrays.hdf5", _opening("model.weights.h5"), _files("keras", "model.weights.h5", "half.weights.h5", "old.h5")
+    ),
     Target("arrays.keras", _opening("model.keras"), _files("keras", "model.keras"), "zip"),
     Target(
         "arrays.flax",
