@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -237,6 +238,14 @@ def dcp_chunks(settings: Settings, tensors: int, chunks: int, files: int) -> Pat
         f"sparse_dcp.write_metadata(Path(sys.argv[1]), {tensors}, {chunks}, {files})"
     )
     return made(settings.data / f"dcp-{tensors}x{chunks}-{files}", lambda path: python(program, path))
+
+
+def fsdp(settings: Settings, layers: int, ranks: int) -> Path:
+    """A checkpoint of Megatron-FSDP of which only the metadata are real."""
+    from . import sparse_dcp
+
+    write = partial(sparse_dcp.write_fsdp, layers=layers, ranks=ranks)
+    return made(settings.data / f"fsdp-{layers}-{ranks}", write)
 
 
 def dcp_cut(settings: Settings, chunks: int) -> Path:

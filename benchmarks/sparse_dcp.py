@@ -8,11 +8,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -69,3 +71,52 @@ def write_metadata(folder: Path, tensors: int, chunks: int, ranks: int) -> None:
             file.truncate(end)
     with (folder / ".metadata").open("wb") as file:
         pickle.dump(Metadata(described, storage_data=stored), file)
+
+
+def write_fsdp(folder: Path, layers: int, ranks: int) -> None:
+    """The weights and Adam's states of a Llama as Megatron-FSDP saves them: rows of every tensor on every rank. Five
+    options of each parameter are objects."""
+    folder.mkdir(parents=True)
+    shapes = {"self_attention.linear_qkv": 192, "self_attention.linear_proj": 64, "mlp.linear_fc2": 64}
+    layer = {f"{name}.weight": (rows, 64) for name, rows in shapes.items()}
+    layer |= {f"mlp.linear_fc1.weight_{half}": (128, 64) for half in "wv"}
+    layer |= {"input_layernorm.weight": (64,), "pre_mlp_layernorm.weight": (64,)}
+    names = {"embedding.word_embeddings.weight": (1024, 64), "output_layer.weight": (1024, 64)}
+    names |= {"decoder.final_layernorm.weight": (64,)}
+    names |= {f"decoder.layers.{n}.{name}": shape for n in range(layers) for name, shape in layer.items()}
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    ends = [0] * ranks
+
+    def placed(path: tuple[str, ...], rank: int, nbytes: int, index: MetadataIndex) -> None:
+        paths[index.fqn] = path
+        stored[index] = _StorageInfo(f"__{rank}_0.distcp", ends[rank], nbytes)
+        ends[rank] += nbytes
+
+    def thing(*path: str) -> None:
+        described[".".join(path)] = BytesStorageMetadata()
+        placed(path, 0, 500, MetadataIndex(".".join(path)))
+
+    def tensor(shape: tuple[int, ...], *path: str) -> None:
+        key, chunks = ".".join(path), []
+        cuts = [shape[0] * n // ranks for n in range(ranks + 1)]
+        for rank, (start, stop) in enumerate(pairwise(cuts)):
+            if start < stop:
+                at, size = torch.Size([start] + [0] * (len(shape) - 1)), torch.Size([stop - start, *shape[1:]])
+                placed(path, rank, size.numel() * 4 + 1200, MetadataIndex(key, at, len(chunks)))
+                chunks.append(ChunkStorageMetadata(at, size))
+        described[key] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), chunks)
+
+    thing("checkpoint_version")
+    for name, shape in names.items():
+        tensor(shape, "model", f"module.{name}")
+        for state in ("exp_avg", "exp_avg_sq"):
+            tensor(shape, "optimizer", "state", f"module.module.module.{name}", state)
+        for option in ("lr", "wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"):
+            thing("optimizer", "param_to_group_meta", f"module.module.module.{name}", option)
+    for rank, end in enumerate(ends):
+        with (folder / f"__{rank}_0.distcp").open("wb") as file:
+            file.truncate(end)
+    metadata = Metadata(described, planner_data=paths, storage_data=stored)  # type: ignore[arg-type]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -114,6 +114,20 @@ def _quantized(name: str, packages: tuple[str, ...], cases: str) -> Group:
     return Group(tuple(cases.split()), write, _saved, (*packages, "transformers", "torch"), (*modules, "transformers"))
 
 
+def _array_files(module: str, packages: tuple[str, ...], modules: tuple[str, ...], *files: str) -> Group:
+    """Files of arrays, which tests/writers/MODULE.py writes into one folder with what it held, ``truth.npz``."""
+
+    def write(folder: Path) -> None:
+        (folder / "files" / "ckpt").mkdir(parents=True)
+        importlib.import_module(f"{__package__}.writers.{module}").write_all(folder / "files" / "ckpt")
+
+    def load(folder: Path, name: str) -> dict[str, Case]:
+        cases = {file: Case(folder / name / "ckpt" / file, {}, {}) for file in (*files, "truth.npz")}
+        return {file: case for file, case in cases.items() if case.path.exists()}  # (new ones are not recorded yet)
+
+    return Group(("files",), write, load, packages, modules)
+
+
 _ZERO = deepspeed_zero.CROSS | deepspeed_zero.OPTIONS
 GROUPS = {
     "deepspeed_zero": Group(
@@ -217,6 +231,26 @@ GROUPS = {
         lambda folder, name: {name: frameworks.load_case(folder, name)},
         ("ai2-olmo-core", "nanotron", "torchsnapshot", "torch"),
         ("nanotron", "dacite", "olmo_core", "torchsnapshot"),
+    ),
+    "keras": _array_files(
+        "keras_files",
+        ("h5py", "keras"),
+        ("h5py", "keras"),
+        "model.keras",
+        "model.weights.h5",
+        "old.h5",
+        "half.weights.h5",
+    ),
+    "flax": _array_files(
+        "flax_files",
+        ("flax", "jax", "optax"),
+        ("flax", "jax", "optax"),
+        "params.msgpack",
+        "state.msgpack",
+        "pieces.msgpack",
+    ),
+    "tensorflow": _array_files(
+        "tensorflow_golden", ("tensorflow-cpu",), ("tensorflow",), "ckpt-1.index", "model.ckpt-2.index"
     ),
     "trainers": Group(
         tuple(trainers.CASES),

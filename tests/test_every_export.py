@@ -224,6 +224,28 @@ def check_virtual(view: Any, dest: Path) -> None:
             assert of_its_name == name.split(".") and _NO_REFERENCES.match(left_out[path]), left_out[path]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama_single", "llama_sharded"])
+def test_models_in_gguf(huggingface_cases: Mapping[str, Case], tmp_path: Path, name: str) -> None:
+    """`to_gguf` writes models of a few families only, with names and an order of rows of their own."""
+    gguf = pytest.importorskip("gguf")
+    view = open_case(huggingface_cases[name])
+    settings = view.meta["config"]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, settings["num_hidden_layers"])
+    wanted: dict[str, Bits] = {}
+    for key, tensor in view.items():
+        if key in view.aliases:
+            continue
+        value = tensor[...].float()
+        heads = {"q_proj": settings["num_attention_heads"], "k_proj": settings["num_key_value_heads"]}
+        if count := heads.get(key.split(".")[-2]):
+            value = value.view(count, 2, -1, value.shape[-1]).transpose(1, 2).reshape(value.shape)
+        wanted[names.get_name(key, (".weight", ".bias"))] = bits(value)
+    view.to_gguf(tmp_path / "m.gguf", dtype="f32")
+    found = {t.name: bits(torch.from_numpy(t.data.copy())) for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
+    agree(found, wanted, "gguf")
+
+
 CHECKS: dict[str, Callable[[Any, Path], None]] = {
     "safetensors": check_safetensors,
     "torch": check_torch,

@@ -14,9 +14,10 @@ import torch
 import lazyckpt
 from lazyckpt import CorruptError, LazyckptError, testing
 
+from .fuzz.targets.sources import golden
 from .lanes import rounds
 
-FLAX = Path(__file__).parent / "golden" / "flax"
+FLAX = golden("flax", "files")
 ODD = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
 
 

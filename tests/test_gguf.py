@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import struct
@@ -153,7 +154,8 @@ def test_a_lost_split_is_told(cases: Cases, tmp_path: Path) -> None:
 
 def test_the_first_split_opens_all_and_another_one_itself(cases: Cases) -> None:
     folder = cases["split"].path
-    assert set(lazyckpt.open(folder / "model-00001-of-00003.gguf")) == set(cases["split"].truth["weights"])
+    first = lazyckpt.open(folder / "model-00001-of-00003.gguf")
+    assert set(first) == set(cases["split"].truth["weights"]) and first.problems == ()
     part = lazyckpt.open(folder / "model-00003-of-00003.gguf")
     assert 0 < len(part) < 15 and [p.code for p in part.problems] == ["part-of-checkpoint"]
 
@@ -309,6 +311,30 @@ def test_conversion(cases: Cases, tmp_path: Path) -> None:
     view.to_dcp(tmp_path / "dcp")
     for name, whole in case.truth["weights"].items():
         same(lazyckpt.open(tmp_path / "dcp")[name][...], whole, name)
+
+
+def test_the_command_line(cases: Cases, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from lazyckpt.cli import app
+
+    def run(*args: str | Path) -> str:
+        result = CliRunner().invoke(app, [*map(str, args)])
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    case = cases["split"]
+    about = json.loads(run("ls", case.path, "--json"))
+    assert {t["name"]: t["shape"] for t in about["tensors"]} == {
+        name: list(whole.shape) for name, whole in case.truth["weights"].items()
+    }
+    run("convert", case.path, tmp_path / "out", "--to", "safetensors", "--dequantize", "--dtype", "fp32")
+    found = lazyckpt.open(tmp_path / "out")
+    assert set(found) == set(case.truth["weights"])
+    for name, whole in torch.load(case.path.parent / "values.pt").items():
+        same(found[name][...], whole, name)
+    result = CliRunner().invoke(app, ["convert", str(case.path), str(tmp_path / "new.gguf")])
+    assert result.exit_code == 2 and "config.json" in result.output and not (tmp_path / "new.gguf").exists()
 
 
 def test_renamed_files_are_recognised_by_content(cases: Cases, tmp_path: Path) -> None:

@@ -117,6 +117,93 @@ def test_equals_what_transformers_loads(tmp_path: Path, name: str, kind: str) ->
             same(view[key][...], value, key)
 
 
+# Architecture -> the model, more of its config, how the gguf package calls the stacked experts.
+EXPERTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("Mixtral", {"num_local_experts": 3}, "layers.{}.feed_forward.experts.{}.weight"),
+    "qwen2moe": (
+        "Qwen2Moe",
+        {"num_experts": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+        "model.layers.{}.mlp.experts.{}.weight",
+    ),
+    "qwen3moe": (
+        "Qwen3Moe",
+        {"num_experts": 3, "moe_intermediate_size": 32, "head_dim": 16},
+        "model.layers.{}.mlp.experts.{}.weight",
+    ),
+    "phi2": ("Phi", {"pad_token_id": 0}, ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("architecture", EXPERTS)
+def test_equals_the_model_that_was_saved(tmp_path: Path, architecture: str, merged: bool) -> None:
+    """transformers' loader of GGUF knows no Mixtral and no Phi 2: the names are those of the gguf package, and the
+    values those that `modify_tensors` of llama.cpp's convert_hf_to_gguf.py makes."""
+    import transformers
+
+    family, more, stack = EXPERTS[architecture]
+    if not merged and architecture != "llama":
+        pytest.skip("only files of Mixtral were written with a tensor for each expert")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | more)
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(tmp_path / "hf")
+    saved = lazyckpt.open(tmp_path / "hf")
+    arch = next(arch for arch, one in gguf.MODEL_ARCH_NAMES.items() if one == architecture)
+    names = gguf.get_tensor_name_map(arch, 2)
+    tensors: dict[str, Any] = {}
+    parts: dict[str, list[Any]] = {}
+    for key, tensor in saved.items():
+        data = tensor[...].float().numpy()
+        if ".experts." in key:
+            layer, (number, kind) = key.split(".")[2], key.split(".")[-3:-1]
+            if merged:
+                parts.setdefault(stack.format(layer, kind), []).append((int(number), data))
+            else:
+                word = {"w1": "gate", "w2": "down", "w3": "up"}[kind]
+                tensors[f"blk.{layer}.ffn_{word}.{number}.weight"] = data, None
+            continue
+        if architecture == "llama" and (heads := {"q_proj": 4, "k_proj": 2}.get(key.split(".")[-2])):
+            data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+        new = names.get_name(key, (".weight", ".bias"))
+        assert new is not None, key
+        tensors[new] = np.ascontiguousarray(data.squeeze()), None
+    for key, experts in parts.items():
+        new = names.get_name(key, (".weight",))
+        assert new is not None, key
+        tensors[new] = np.stack([data for _, data in sorted(experts, key=lambda one: one[0])]), None
+
+    def about(writer: Any) -> None:
+        writer.add_head_count(4)
+        writer.add_head_count_kv(2)
+
+    gguf_files.write(tmp_path / "m.gguf", tensors, about=about, architecture=architecture)
+    view, counts = opened(tmp_path / "m.gguf")
+    view = view.rename("hf")
+    assert view.problems == () and set(view) == set(saved)
+    for key, tensor in saved.items():
+        same(view[key][...], tensor[...].float(), key)
+    assert set(view.rename("hf")) == set(view) and view.rename("hf").problems == ()
+    if stack:
+        one = next(t for name, t in view.items() if ".experts.2." in name)
+        counts.clear()
+        _ = one[1, 3:5]
+        assert counts.bytes == 8
+
+
+@pytest.mark.slow
+def test_experts_of_blocks_are_cut_before_and_after_dequantizing(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((3, 4, 64)).astype(np.float32)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    gguf_files.write(tmp_path / "m.gguf", {"blk.1.ffn_up_exps.weight": (gguf.quants.quantize(values, kind), kind)})
+    view = lazyckpt.open(tmp_path / "m.gguf")
+    whole = view.dequantize(torch.float32)["blk.1.ffn_up_exps.weight"][...]
+    for one in (view.dequantize(torch.float32).rename("hf"), view.rename("hf").dequantize(torch.float32)):
+        assert len(one) == 3 and one.problems == ()
+        for n in range(3):
+            same(one[f"model.layers.1.block_sparse_moe.experts.{n}.w3.weight"][...], whole[n], str(n))
+
+
 @pytest.mark.slow
 def test_renaming_first_and_dequantizing_then_is_the_same(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", "llama", "Q8_0")

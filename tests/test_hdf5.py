@@ -12,10 +12,11 @@ import torch
 import lazyckpt
 from lazyckpt import CorruptError, FormatError, LazyckptError, testing
 
+from .fuzz.targets.sources import golden
 from .lanes import rounds
 
 h5py = pytest.importorskip("h5py")
-KERAS = Path(__file__).parent / "golden" / "keras"
+KERAS = golden("keras", "files")
 
 
 def tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -102,6 +103,37 @@ def test_opening_reads_no_elements(tmp_path: Path) -> None:
         f["a"] = np.zeros(4 << 20, "f4")
     _, counts = testing.opened(tmp_path / "m.h5")
     assert counts.bytes < 32 << 10
+
+
+def test_a_file_of_keras_2() -> None:
+    view = lazyckpt.open(KERAS / "old.h5")
+    assert view.format == "keras" and view.problems == ()
+    with np.load(KERAS / "truth.npz") as truth:
+        held = {tuple(key.split("/")[1:]): truth[key] for key in truth.files if key.startswith("old/")}
+    assert {(state, name) for state, names in view.states.items() for name in names} == set(held)
+    for (state, name), array in held.items():
+        assert testing.bit_equal(view.states[state][name][...], tensor(array)), (state, name)
+    assert "optimizer_weights.adam.iteration" in view.stored and "model_config" in view.meta["attributes"][""]
+
+
+@pytest.mark.parametrize("style", ["training/Adam/{}/{}:0", "Adam/{1}/{0}:0"])
+def test_optimizers_of_keras_2(tmp_path: Path, style: str) -> None:
+    """As keras/saving/hdf5_format.py of Keras 2 names variables: `save_optimizer_weights_to_hdf5_group`."""
+    shapes = {"up/kernel": (3, 4), "up/bias": (4,), "m/up/kernel": (2, 2)}
+    with h5py.File(tmp_path / "m.h5", "w") as f:
+        f.attrs["keras_version"] = "2.10.0"
+        for n, (name, shape) in enumerate(shapes.items()):
+            f[f"model_weights/layer_{n}/{name}:0"] = np.full(shape, n, "f4")
+            for slot in ("m", "v") if n < 2 else ():
+                f[f"optimizer_weights/{style.format(name, slot)}"] = np.full(shape, 10 * n + ord(slot), "f4")
+        f["optimizer_weights/Adam/iter:0"] = np.int64(7)
+        f["optimizer_weights/Adam/else/m:0"] = np.zeros(3, "f4")
+    view = lazyckpt.open(tmp_path / "m.h5")
+    assert set(view) == {name.replace("/", ".") for name in shapes}
+    assert [p.code for p in view.problems] == ["undecided-name"] and "else" in view.problems[0]
+    for n, name in enumerate(("up.kernel", "up.bias")):
+        for slot in ("m", "v") if name == "up.bias" or "{1}" not in style else ("v",):
+            assert (view.states[slot][name][...] == 10 * n + ord(slot)).all(), (slot, name)
 
 
 @pytest.mark.parametrize("name", ["model.keras", "model.weights.h5", "half.weights.h5"])

@@ -28,7 +28,7 @@ from lazyckpt.jobs import write as output
 from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.publish import discard, unfinished
 
-from . import processes
+from . import gguf_models, processes
 from .writers import bit_equal
 
 pytestmark = pytest.mark.slow
@@ -44,6 +44,7 @@ WRITERS: dict[str, tuple[str, Callable[[Any, Path], Any]]] = {
     "torch shards": ("pt", lambda view, dest: view.to_torch(dest, max_shard_size="60KB", memory="64MiB")),
     "dcp": ("dcp", lambda view, dest: view.to_dcp(dest, memory="64MiB")),
     "universal": ("universal", lambda view, dest: view.to_universal(dest, memory="64MiB")),
+    "gguf": ("x.gguf", lambda view, dest: gguf_models.to_gguf(view, dest, dtype="f32", memory="64MiB")),
 }
 
 
@@ -206,6 +207,9 @@ def compared(source: Path, dest: Path, name: str) -> None:
     truth = torch.load(source, weights_only=True)
     weights = truth["model"]
     view = lazyckpt.open(dest)
+    if name == "gguf":
+        gguf_models.compared(view, weights)
+        return
     assert set(view) == set(weights) and not view.problems
     for key, tensor in weights.items():
         wanted = tensor.float() if name == "universal" and tensor.is_floating_point() else tensor

@@ -187,6 +187,16 @@ def test_a_lost_file_is_told_and_the_rest_is_read(cases: dict[str, Case], tmp_pa
         view[name][...]
 
 
+def test_names_do_not_depend_on_what_is_lost(cases: dict[str, Case], tmp_path: Path) -> None:
+    """Rank 0 saves all objects."""
+    case = cases["dp2"]
+    folder = Path(shutil.copytree(case.path, tmp_path / "run"))
+    (folder / "iter_0000003" / "__0_0.distcp").unlink()
+    view = lazyckpt.open(folder)
+    assert view.format == "megatron-fsdp" and "missing-file" in {p.code for p in view.problems}
+    assert set(view) == set(case.truth["weights"]) and set(view.states) == set(case.truth)
+
+
 def test_a_damaged_object_is_a_problem(cases: dict[str, Case], tmp_path: Path) -> None:
     case = cases["dp2_ep2"]
     folder = Path(shutil.copytree(case.path, tmp_path / "run"))

@@ -43,7 +43,7 @@ def test_format_mesh_meta_and_problems(orbax_case: Case) -> None:
     view = contract.open_case(orbax_case)
     assert view.format == orbax_case.info["format"]
     assert view.mesh == Mesh(*orbax_case.info["mesh"])
-    assert view.problems == ()
+    assert [problem.code for problem in view.problems] == orbax_case.info.get("problems", [])
     assert list(view.states) == list(orbax_case.truth)
     for key in ("strings", "config"):
         assert view.meta.get(key) == orbax_case.info.get(key)
@@ -55,6 +55,8 @@ def test_what_is_no_tensor_is_in_meta(orbax_cases: Cases) -> None:
     assert view.meta["random_keys"] == {"key": "threefry2x32"}
     assert view.meta["empty"]["nothing"] == "None" and view.meta["empty"]["empty"] == "Dict"
     assert contract.open_case(orbax_cases["manager"]).meta["metrics"] == {"loss": 0.25}
+    view = contract.open_case(orbax_cases["handlers"])
+    assert "number_value: 2.0" in view.meta["model"] and "rng" in view.problems[0]
 
 
 @pytest.mark.parametrize("to", ["safetensors", "dcp", "zarr"])
@@ -246,6 +248,13 @@ def test_an_array_that_is_not_there_is_told(orbax_cases: Cases, tmp_path: Path) 
         view["layers.0.kernel"][16:32]
 
 
+def test_texts_whose_names_have_slashes(orbax_cases: Cases, tmp_path: Path) -> None:
+    """The writer takes the name of a leaf for a path in the document."""
+    folder = _copied(orbax_cases["plain"], tmp_path)
+    (folder / "_strings.json").write_text('{"a": {"b.0": "c", "d": {"e": "f"}}, "g": "h"}')
+    assert lazyckpt.open(folder, cache=False).meta["strings"] == {"a/b.0": "c", "a/d/e": "f", "g": "h"}
+
+
 def test_documents_that_are_damaged_are_told(orbax_cases: Cases, tmp_path: Path) -> None:
     folder = _copied(orbax_cases["ocdbt"], tmp_path)
     for name in ("_sharding", "_strings.json"):
@@ -346,6 +355,11 @@ Keys = list[tuple[str, ...]]
             [("params", "params", "w"), ("opt_state", "mu", "params", "w"), ("opt_state", "count")],
             {"weights": ["params.w"], "mu": ["params.w"], "count": ["params.w"]},
             id="MaxText",
+        ),
+        pytest.param(
+            [("params", "w"), ("opt_state", "params", "w"), ("opt_state", "memory", "w")],
+            {"weights": ["w"], "opt_state.params": ["w"], "memory": ["w"]},
+            id="L-BFGS",
         ),
     ],
 )

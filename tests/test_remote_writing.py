@@ -30,7 +30,7 @@ from lazyckpt.jobs import parts
 from lazyckpt.jobs.publish import Busy
 from lazyckpt.jobs.unfinished import discard, unfinished
 
-from . import processes
+from . import gguf_models, processes
 from .servers.fixtures import Cloud, cloud_of
 
 pytest.importorskip("boto3")
@@ -72,6 +72,7 @@ WRITERS: dict[str, tuple[str, Write]] = {
     "torch shards": ("pt", lambda v, d, o: v.to_torch(d, max_shard_size="8MB", **o)),
     "dcp": ("dcp", lambda v, d, o: v.to_dcp(d, **o)),
     "universal": ("universal", lambda v, d, o: v.to_universal(d, **o)),
+    "gguf": ("x.gguf", lambda v, d, o: gguf_models.to_gguf(v, d, dtype="f32", **o)),
     "zarr": ("x.zarr", lambda v, d, o: v.to_zarr(d, chunk="1MB", **o)),
     "zarr shards": ("y.zarr", lambda v, d, o: v.to_zarr(d, chunk="500KB", shard="6MB", pack=True, codec="zstd", **o)),
 }
@@ -296,7 +297,7 @@ def test_a_killed_export_sends_only_what_is_missing(training: Path, tmp_path: Pa
 def is_file(key: str) -> bool:
     """Whether it is one of the plan's files, and no text."""
     small = ("step.pt", "optimizer_state.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt", "__0_0.distcp")
-    return key.endswith((".safetensors", ".pt", ".bin", ".distcp")) and not key.endswith(small)
+    return key.endswith((".safetensors", ".pt", ".bin", ".distcp", ".gguf")) and not key.endswith(small)
 
 
 def test_an_interrupted_zip_file(training: Path, tmp_path: Path, moto: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.publish import discard, staging_path, unfinished
 from lazyckpt.recipes import to_hf
 
+from . import gguf_models
 from .hostility import deadline
 from .writers import bit_equal
 
@@ -30,6 +31,7 @@ WRITERS: dict[str, tuple[str, Callable[[Any, Path], Any]]] = {
     "shards": ("x", lambda view, dest: view.to_safetensors(dest, max_shard_size="60KB")),
     "dcp": ("x", lambda view, dest: view.to_dcp(dest)),
     "universal": ("x", lambda view, dest: view.to_universal(dest)),
+    "gguf": ("x.gguf", lambda view, dest: gguf_models.to_gguf(view, dest, dtype="f32")),
     "zarr": ("x.zarr", lambda view, dest: view.to_zarr(dest, chunk="16KB")),
     "zip": ("x.zip", lambda view, dest: view.to_zarr(dest, chunk="16KB")),
 }
@@ -93,6 +95,9 @@ def interrupted(source: Path, name: str, dest: Path) -> None:
 def same(source: Path, dest: Path) -> None:
     found = lazyckpt.open(dest)
     truth = torch.load(source)
+    if found.format == "gguf":
+        gguf_models.compared(found, truth)
+        return
     assert set(found) == set(truth)
     assert all(bit_equal(found[key][...], tensor) for key, tensor in truth.items())
 

@@ -15,10 +15,11 @@ import lazyckpt
 from lazyckpt import CorruptError, FormatError, LazyckptError, MissingFileError, testing
 from lazyckpt.formats.tensorflow import slice_key
 
+from .fuzz.targets.sources import golden
 from .lanes import rounds
 from .writers import tensorflow_files as tf
 
-GOLDEN = Path(__file__).parent / "golden" / "tensorflow"
+GOLDEN = golden("tensorflow", "files")
 VALUE = "/.ATTRIBUTES/VARIABLE_VALUE"
 
 

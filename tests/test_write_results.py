@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -18,16 +19,28 @@ from lazyckpt.export.options import DEFAULTS, WriteOptions
 from lazyckpt.export.registry import NAMES, convertible, writer
 from lazyckpt.jobs.publish import staging_path, unfinished
 
+from . import gguf_models
+
 Write = Callable[..., WriteResult]
-FORMATS = {"safetensors": "x.safetensors", "torch": "x.pt", "dcp": "dcp", "universal": "universal", "zarr": "x.zarr"}
+FORMATS = {
+    "safetensors": "x.safetensors",
+    "torch": "x.pt",
+    "dcp": "dcp",
+    "universal": "universal",
+    "zarr": "x.zarr",
+    "gguf": "x.gguf",
+}
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     g = torch.Generator().manual_seed(0)
-    state = {f"layers.{n}.w": torch.randn(16, 32, generator=g) for n in range(8)}
-    torch.save(state, tmp_path / "model.pt")
-    return tmp_path / "model.pt"
+    names = ["model.embed_tokens.weight", *(f"model.layers.{n}.mlp.up_proj.weight" for n in range(7))]
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(gguf_models.CONFIG))  # which to_gguf needs
+    torch.save({name: torch.randn(16, 32, generator=g) for name in names}, folder / "model.pt")
+    return folder / "model.pt"
 
 
 def size_of(path: Path) -> int:
@@ -99,7 +112,7 @@ def test_resume_false_starts_anew(source: Path, tmp_path: Path, name: str, monke
     finally:
         for file in kept.values():
             file.close()
-    assert unfinished(dest) is None and sorted(os.listdir(tmp_path)) == sorted(["model.pt", dest.name])
+    assert unfinished(dest) is None and sorted(os.listdir(tmp_path)) == sorted(["source", dest.name])
 
 
 def test_the_registry_names_every_method() -> None:

@@ -15,7 +15,7 @@ import lazyckpt
 
 from .. import data
 from ..case import Area, Case, Goal, Settings
-from ..contest import Contest
+from ..contest import Contest, need
 from ..host import LAZYCKPT, Fresh
 from ..sample import Cold, Timed, warm
 
@@ -73,6 +73,31 @@ def _gguf(settings: Settings) -> Contest:
         calls=1,
         most=5,
     )
+
+
+def _orbax(settings: Settings, layers: int) -> Contest:
+    """A training state of a model with Adam, by Orbax itself."""
+    ocp, np, os = need("orbax.checkpoint"), need("numpy"), need("os")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    folder = settings.data / f"orbax-{layers}"
+    if not folder.exists():
+        matrix, vector = np.zeros((64, 64), "float32"), np.zeros(64, "float32")
+        layer = {"q": matrix, "k": matrix, "v": matrix, "o": matrix, "up": matrix, "down": matrix, "norm": vector}
+        params = {f"layer_{n}": layer for n in range(layers)}
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            checkpointer.save(folder.absolute(), {"params": params, "opt_state": {"mu": params, "nu": params}})
+    handler = ocp.PyTreeCheckpointHandler()
+    peer = Timed(lambda: handler.metadata(folder.absolute()))
+    return Contest(Timed(lambda: lazyckpt.open(folder, cache=False)), ("metadata() of orbax", peer), calls=1, most=7)
+
+
+def _fsdp(settings: Settings, layers: int, ranks: int) -> Contest:
+    folder = data.fsdp(settings, layers, ranks)
+    warm(folder / ".metadata")
+    assert lazyckpt.open(folder, cache=False).format == "megatron-fsdp"
+    peer = Timed(lambda: FileSystemReader(folder).read_metadata())
+    named = ("FileSystemReader.read_metadata", peer)
+    return Contest(Timed(lambda: lazyckpt.open(folder, cache=False)), named, calls=1, most=3, least=2)
 
 
 def _torch_names(settings: Settings, names: int) -> Contest:
@@ -145,6 +170,11 @@ def _all(settings: Settings) -> Iterator[Case]:
     held = Goal(1.0, "held", INDEX * names, "memory of the index", f"{INDEX:.0f} bytes a tensor")
     yield Case(what, partial(_hf, settings, shards, names), [Goal(2.0), held])
     yield Case("a GGUF file with 100,000 words", partial(_gguf, settings), [Goal(0.5)])
+    layers = settings.pick(100, 10)
+    yield Case(f"an Orbax checkpoint of {21 * layers:,} arrays", partial(_orbax, settings, layers), [Goal(0.5)])
+    layers, ranks = settings.pick(150, 20), settings.pick(64, 16)
+    what = f"a Megatron-FSDP checkpoint of {ranks} ranks and {7 * layers + 3:,} parameters"
+    yield Case(what, partial(_fsdp, settings, layers, ranks), [Goal(0.5)])
     yield Case("a DCP checkpoint of 2 ranks", partial(_small_dcp, settings), [Goal(1.0)])
     tensors, ranks, chunks = settings.pick(10_000, 100), settings.pick(2048, 64), 102
     what = f"a DCP checkpoint of {ranks:,} ranks, {tensors:,} tensors and {tensors * chunks:,} chunks"

@@ -1,4 +1,4 @@
-"""HDF5 files: those of Keras (`.weights.h5`, `.keras`), and any others.
+"""HDF5 files: those of Keras (`.weights.h5`, `.keras`; `.h5` before them: keras_h5.py), and any others.
 
 Writers: keras/src/saving/saving_lib.py (`save_weights_only`, `save_model`, `H5IOStore`) of Keras 3. A layer's variables
 are `layers/LAYER/vars/0`, `1`, ...; those of the optimizer are `optimizer/vars/N`, and the file does not say of which
@@ -18,6 +18,7 @@ from ..io.containers.hdf5 import MAGIC, Hdf5, dotted, read_hdf5
 from ..io.containers.zip import STORED, ZIP_MAGIC, data_offset, read_zip
 from ..io.limits import check_levels
 from ..io.storage.streams import StoreFile
+from .keras_h5 import is_old, names_of
 from .reader import Reader, Source
 
 _ENDINGS = (".h5", ".hdf5", ".keras")
@@ -73,6 +74,8 @@ def _archive(file: StoreFile) -> Index:
 def _index(file: StoreFile, found: Hdf5, meta: dict[str, Any]) -> Index:
     if found.damaged and not found.tensors:
         raise CorruptError(next(iter(found.damaged.values())))
+    if is_old(found.attributes):
+        return _old_keras(file, found, meta)
     is_keras = "vars" in found.attributes or any(path.startswith(("layers/", _OPTIMIZER)) for path in found.tensors)
     stored: dict[str, TensorSpec] = {}
     weights: dict[str, TensorSpec] = {}
@@ -96,6 +99,38 @@ def _index(file: StoreFile, found: Hdf5, meta: dict[str, Any]) -> Index:
             "belongs to: they are in view.stored"
         )
         problems.append(Problem("undecided-name", line, file.path))
+    states = {"weights": weights}
+    return _indexed("keras" if is_keras else "hdf5", file, found, meta, states, stored, problems)
+
+
+def _old_keras(file: StoreFile, found: Hdf5, meta: dict[str, Any]) -> Index:
+    """Return the index of a file of Keras before `.keras`."""
+    names = names_of(found.tensors, {path: bool(spec.shape) for path, spec in found.tensors.items()})
+    stored = {dotted(path): renamed(spec, dotted(path)) for path, spec in found.tensors.items()}
+    states = {"weights": {name: renamed(found.tensors[path], name) for path, name in names.weights.items()}}
+    for path, (state, name) in names.slots.items():
+        states.setdefault("optimizer.weights" if state == "weights" else state, {})[name] = renamed(
+            found.tensors[path], name
+        )
+    problems = []
+    if len(stored) < len(found.tensors) or len(states["weights"]) < len(names.weights):
+        line = "several datasets have the same name with dots in place of slashes: one of each is read"
+        problems.append(Problem("duplicate-tensor", line, file.path))
+    if names.unknown:
+        line = f"the names of {len(names.unknown):,} variables of the optimizer tell no weight: {some(names.unknown)}"
+        problems.append(Problem("undecided-name", line, only_one(names.unknown)))
+    return _indexed("keras", file, found, meta, states, stored, problems)
+
+
+def _indexed(
+    format: str,
+    file: StoreFile,
+    found: Hdf5,
+    meta: dict[str, Any],
+    states: dict[str, dict[str, TensorSpec]],
+    stored: dict[str, TensorSpec],
+    problems: list[Problem],
+) -> Index:
     reasons: dict[str, list[str]] = {}
     for path, why in found.refused.items():
         reasons.setdefault(why, []).append(path)
@@ -107,11 +142,13 @@ def _index(file: StoreFile, found: Hdf5, meta: dict[str, Any]) -> Index:
     if found.attributes:
         meta["attributes"] = found.attributes
     return Index(
-        format="keras" if is_keras else "hdf5",
-        states={"weights": weights},
+        format=format,
+        states=states,
         files={file.path: file.info},
         stored=stored,
-        aliases={dotted(alias): dotted(owner) for alias, owner in found.aliases.items() if dotted(owner) in weights},
+        aliases={
+            dotted(alias): dotted(owner) for alias, owner in found.aliases.items() if dotted(owner) in states["weights"]
+        },
         meta=meta,
         problems=tuple(problems),
         unreadable={dotted(path): why for path, why in found.damaged.items()},

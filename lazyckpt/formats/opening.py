@@ -140,7 +140,7 @@ after_fork(_forget)
 # -- Opening.
 
 # Names of files that are part of a checkpoint: a rank's file (DeepSpeed, FSDP, Meta's Llama), a shard, an optimizer.
-_PART = re.compile(r".*rank_?\d+.*|.*-\d{5}-of-\d{5}\..*|consolidated\.\d+\.pth|optimizer(_\d+)?\.(pt|bin)")
+_PART = re.compile(r".*rank_?\d+.*|.*-\d{5}-of-(?!00001\.)\d{5}\..*|consolidated\.\d+\.pth|optimizer(_\d+)?\.(pt|bin)")
 
 
 def opened(
@@ -191,8 +191,11 @@ def opened(
 
 
 def _one_of_many(source: Source, index: Index) -> Index:
-    """Add a problem to the index of a file that is only part of the checkpoint in its folder, unless it has one."""
-    if not _PART.fullmatch(source.path) or any(p.code == "part-of-checkpoint" for p in index.problems):
+    """Add a problem to the index of a file that is only part of the checkpoint in its folder, unless it has one, or the
+    reader looked for the other files, too."""
+    if not _PART.fullmatch(source.path) or index.files.keys() - {source.path}:
+        return index
+    if any(problem.code in ("part-of-checkpoint", "missing-file") for problem in index.problems):
         return index
     folder = source.around()
     try:

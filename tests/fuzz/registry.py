@@ -5,6 +5,7 @@ from __future__ import annotations
 from .contract import Target
 from .targets import (
     archives,
+    arrays,
     cache,
     codecs,
     dcp,
@@ -37,5 +38,6 @@ MODULES = (
     archives,
     deltas,
     orbax,
+    arrays,
 )
 TARGETS: dict[str, Target] = {target.name: target for module in MODULES for target in module.TARGETS}

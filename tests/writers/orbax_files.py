@@ -20,7 +20,7 @@ from typing import Any
 PACKAGES = ("flax", "jax", "optax", "orbax-checkpoint", "tensorstore")
 CASES = (
     "ocdbt", "ocdbt_zarr3", "plain", "plain_zarr3", "manager", "manager_zarr3", "multi_transform", "multi_steps", "nnx",
-    "dtypes", "dtypes_zarr3", "gemma", "subchunks", "momentum", "aggregate",
+    "dtypes", "dtypes_zarr3", "gemma", "subchunks", "momentum", "aggregate", "adafactor", "masked", "array", "handlers",
 )  # fmt: skip
 
 
@@ -82,6 +82,7 @@ def _main(folder: Path) -> None:
     import optax
     import orbax.checkpoint as ocp
     from flax import nnx
+    from google.protobuf import struct_pb2
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
     from orbax.checkpoint import msgpack_utils
 
@@ -259,6 +260,45 @@ def _main(folder: Path) -> None:
         checkpointer.save(at("momentum"), {"params": params, "opt_state": opt, "batch_stats": {"mean": jnp.ones(3)}})
     truth = {"weights": flat(params), "trace": flat(opt[0].trace), "others": {"batch_stats.mean": jnp.ones(3)}}
     done("momentum", truth, mesh=[2, 1, 4, 1])
+
+    small = {"dense": {"kernel": on(np.ones((16, 8), "float32"), "fsdp"), "bias": on(np.zeros(8, "float32"))}}
+    params, opt = trained(optax.adafactor(1e-3, min_dim_size_to_factor=4), small)
+    save(at("adafactor"), {"params": params, "opt_state": opt, "step": 2})
+    factored = opt[0]
+    moments = {name: flat(getattr(factored, name)) for name in ("v_row", "v_col", "v")}
+    count = dict.fromkeys(flat(params), factored.count)
+    done(
+        "adafactor",
+        {"weights": flat(params), **moments, "count": count, "others": {"step": np.int64(2)}},
+        mesh=[2, 1, 4, 1],
+    )
+
+    matrices = jax.tree.map(lambda x: x.ndim > 1, small)
+    params, opt = trained(optax.chain(optax.masked(optax.adam(1e-3), matrices), optax.trace(0.9)), small)
+    save(at("masked"), {"params": params, "opt_state": opt})
+    adam = opt[0].inner_state[0]
+    mu = flat(adam.mu)
+    moments = {"mu": mu, "nu": flat(adam.nu), "trace": flat(opt[1].trace)}
+    done("masked", {"weights": flat(params), **moments, "count": dict.fromkeys(mu, adam.count)}, mesh=[2, 1, 4, 1])
+
+    one = on(np.arange(128, dtype="float32").reshape(16, 8), "fsdp", "tensor")
+    with ocp.Checkpointer(ocp.ArrayCheckpointHandler()) as checkpointer:
+        checkpointer.save(at("array"), args=ocp.args.ArraySave(one))
+    done("array", {"weights": {"checkpoint": one}}, mesh=[2, 1, 4, 1])
+
+    message = struct_pb2.Struct()
+    message.update({"depth": 2})
+    handlers = {
+        "state": ocp.PyTreeCheckpointHandler(), "model": ocp.ProtoCheckpointHandler("model.pbtxt"),
+        "config": ocp.JsonCheckpointHandler("settings.json"), "rng": ocp.JaxRandomKeyCheckpointHandler(),
+    }  # fmt: skip
+    with ocp.CheckpointManager(at("handlers"), item_handlers=handlers) as manager:
+        parts = ocp.args.Composite(
+            state=ocp.args.PyTreeSave(small), model=ocp.args.ProtoSave(message),
+            config=ocp.args.JsonSave({"act": "gelu"}), rng=ocp.args.JaxRandomKeySave(jax.random.key(3)),
+        )  # fmt: skip
+        manager.save(3, args=parts)
+    done("handlers", {"weights": flat(small)}, mesh=[2, 1, 4, 1], config={"act": "gelu"}, problems=["ignored-file"])
 
     # older versions wrote the tree as msgpack beside the arrays; the functions for it are still there
     params, opt = trained(optax.adam(1e-3), {"dense": {"kernel": jnp.ones((9, 5)), "bias": jnp.zeros(5, jnp.bfloat16)}})

@@ -1,4 +1,4 @@
-"""Writes tests/golden/tensorflow by TensorFlow itself: run it with a folder, in an environment with tensorflow-cpu.
+"""Checkpoints of TensorFlow, recorded in tests/golden/tensorflow: run it with a folder, where tensorflow-cpu is.
 
 ``ckpt-1`` is an object-based checkpoint (tf.train.Checkpoint), ``model.ckpt-2`` one of tf.compat.v1.train.Saver with
 ``sharded=True``, with a partitioned variable and the slots of Adam. ``truth.npz`` has what `tf.train.load_variable`
@@ -7,7 +7,6 @@ returns, bfloat16 as float32.
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 
 
 def write_all(folder: Path) -> None:
-    """Write the checkpoints, ``truth.npz`` and ``writers.json``."""
+    """Write the checkpoints, and ``truth.npz``."""
     import tensorflow as tf
 
     tf.random.set_seed(0)
@@ -48,7 +47,6 @@ def write_all(folder: Path) -> None:
     _hold(tf, path, "v1", truth)
     (folder / "checkpoint").unlink()
     np.savez_compressed(folder / "truth.npz", **truth)
-    (folder / "writers.json").write_text(json.dumps({"tensorflow-cpu": tf.__version__}))
 
 
 def _hold(tf: Any, path: str, which: str, truth: dict[str, Any]) -> None:

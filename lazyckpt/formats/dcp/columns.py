@@ -192,6 +192,8 @@ class Table:
         Of each text and Size the number of its memo entry within the record; -1 where it is a reference.
     counts
         The number of memo entries of each record.
+    latest
+        The last memo entry that the texts and Sizes of each record refer to; -1 if all are in the record.
     """
 
     def __init__(
@@ -223,6 +225,9 @@ class Table:
             inline = self.references(name) < 0
             self.slots[name] = np.where(inline, self.counts + (entries - 1), -1).astype(np.int8)
             self.counts += inline.astype(np.int8) * np.int8(entries)
+        self.latest = np.full(len(start), -1, np.int64)
+        for name in self.slots:
+            np.maximum(self.latest, self.references(name), out=self.latest)
 
     def _keep_common(self, names: list[str]) -> None:
         """Keep the records whose Sizes are of the class that most records refer to."""
@@ -323,9 +328,9 @@ class Columns:
             ends = base + table.counts[run.rows].cumsum(dtype=np.int64)
             table.memo[first] = base
             table.memo[first + 1 : stop] = ends[:-1]
-            for name in table.slots:
-                if (table.references(name)[run.rows] >= table.memo[run.rows]).any():
-                    raise Changes
+            # (most runs refer only to what was there before them)
+            if table.latest[run.rows].max() >= base and (table.latest[run.rows] >= table.memo[run.rows]).any():
+                raise Changes
             self._used.append((base, run))
             total = int(ends[-1]) - base
             self.memo.skipped += total

@@ -34,7 +34,9 @@ def is_fsdp(member: Member) -> bool:
     names = [_name(path[1:]) for path, _ in member.tensors.values() if path[0] == "model" and len(path) > 1]
     if not names or not all(name.startswith(_WRAPPER) for name in names):
         return False
-    return any(path == ("checkpoint_version",) or path[1:2] == ("param_to_group_meta",) for path in member.objects)
+    # (also of objects whose file is lost: names must not depend on that)
+    paths = member.meta.paths.values() if isinstance(member.meta, Meta) else member.objects
+    return any(path == ("checkpoint_version",) or path[1:2] == ("param_to_group_meta",) for path in paths)
 
 
 def in_model_names(member: Member) -> Index:

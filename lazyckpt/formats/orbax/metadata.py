@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import posixpath
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -112,12 +112,21 @@ def read_tree(documents: Documents, folder: str, names: Mapping[str, Any], probl
     if SHARDING in names:
         optional(SHARDING, lambda found: _sharded(tree, found))
     if STRINGS in names:
-        optional(STRINGS, lambda found: tree.strings.update({str(k): str(v) for k, v in found.items()}))
+        optional(STRINGS, lambda found: tree.strings.update(_texts(found)))
     if ARRAYS in names:
         inside = sorted(listing(documents.store, posixpath.join(folder, ARRAYS)))
         if inside:
             optional(f"{ARRAYS}/{inside[0]}", lambda found: _arrays(tree, found))
     return tree
+
+
+def _texts(found: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the names and the texts of leaves. A name is a path in the document, so one with "/" is in dicts."""
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from _texts(value, f"{start}{name}/")
+        else:
+            yield start + str(name), str(value)
 
 
 def _described(tree: Tree, about: Any, where: str) -> None:

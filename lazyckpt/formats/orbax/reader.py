@@ -30,7 +30,8 @@ from ..zarr.tree import Folder, nodes
 from .aggregate import NAME as AGGREGATE
 from .aggregate import extent_of, read_aggregate
 from .chunks import HERE, ValueFragments, scalar
-from .layout import PROCESS, TEMPORARY, document, is_tree, items, recognises
+from .items import json_item, of_step, other_items
+from .layout import PROCESS, document, is_tree, items, recognises
 from .metadata import ARRAYS, SHARDING, STEP, STRINGS, TREE, Documents, Tree, mesh_of, parsed, read_tree
 from .ocdbt import MANIFEST, Database, Place, Values, joined, read_database, states_of
 from .trees import WEIGHTS, Key, named
@@ -260,7 +261,7 @@ def _read(source: Source) -> Index:
     folders = [posixpath.join(item, ARRAYS) for item, listed_ in found.items() if ARRAYS in listed_]
     announce_folders(store, folders)
     trees = [name for name, entries in found.items() if is_tree(entries)]
-    _of_step(building, meta)
+    handlers = of_step(source, building.documents, meta, problems)
     held: list[_Item] = []
     for folder in trees:
         base = (folder,) if len(trees) > 1 else ()
@@ -278,7 +279,8 @@ def _read(source: Source) -> Index:
     if plain:
         building.folders(plain)
     for folder in found.keys() - set(trees):
-        _json_item(building, folder, document(folder, found[folder]), meta)
+        json_item(building.documents, posixpath.join(folder, document(folder, found[folder])), meta, problems)
+    other_items(source, building.documents, [name for name in handlers if name not in found], meta, problems)
     return _index(building, held, meta)
 
 
@@ -287,39 +289,6 @@ def _empty(source: Source) -> str:
         f"{source.where} is a folder of Orbax without a tree of arrays ({TREE}, {MANIFEST}): the save was not "
         "finished, or the checkpoint was not copied whole"
     )
-
-
-def _of_step(building: _Building, meta: dict[str, Any]) -> None:
-    """Read what the step records of itself, and whether it was finished."""
-    source, problems = building.source, building.problems
-    name = source.store.root.rstrip("/").rpartition("/")[2]
-    if TEMPORARY in name:
-        line = f"{name} has the name of a folder that is being written: the save was not finished"
-        problems.append(Problem("unfinished-save", line, name))
-    if STEP not in source.entries:
-        return
-    try:
-        about = building.documents.json(STEP)
-        if not isinstance(about, dict):
-            raise CorruptError(f"{source.where}/{STEP} is no JSON object: damaged")
-    except CorruptError as e:
-        problems.append(cannot_read(STEP, e))
-        return
-    begun, done = about.get("init_timestamp_nsecs"), about.get("commit_timestamp_nsecs")
-    if begun and not done and TEMPORARY not in name:
-        line = f"{STEP} has no time of the commit: the save was not finished"
-        problems.append(Problem("unfinished-save", line, STEP))
-    for key in ("metrics", "custom_metadata"):
-        if about.get(key):
-            meta[key] = about[key]
-
-
-def _json_item(building: _Building, folder: str, name: str, meta: dict[str, Any]) -> None:
-    path = posixpath.join(folder, name)
-    try:
-        meta[folder] = building.documents.json(path)
-    except CorruptError as e:
-        building.problems.append(Problem("unreadable-object", str(e), path))
 
 
 def _index(building: _Building, held: list[_Item], meta: dict[str, Any]) -> Index:

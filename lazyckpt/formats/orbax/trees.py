@@ -100,7 +100,9 @@ def _weights(leaves: Mapping[Key, None], problems: list[Problem]) -> Key:
         return ()
     for name in _PARAMS:
         above_all = {key[: n + 1] for key in leaves for n in (0, 1) if len(key) > n + 1 and key[n] == name}
-        outer = [above for above in above_all if above[:-1] not in above_all]
+        if (name,) in above_all:  # (optax's L-BFGS keeps older ones in its state, as opt_state.params)
+            return (name,)
+        outer = list(above_all)
         if len(outer) == 1:
             return outer[0]
     return ()

@@ -12,8 +12,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from ...core.box import Box
+from ...core.compose import compose
 from ...core.expr import computed, make, operand
 from ...core.index import Index
+from ...core.placement import Placement
 from ...core.specs import Expr, Input, TensorSpec, kind_of, renamed
 from ...errors import FormatError
 from ..tables import read_toml
@@ -24,13 +27,20 @@ ARCHITECTURE = "general.architecture"
 TYPES = "tensor_types"
 # Computed from config.json by llama.cpp's converter. Models of Hugging Face have no such tensors.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_MOST = 1 << 16  # experts of a layer
 _LOST = ("missing-file", "missing-tensor", "unreadable-file", "part-of-checkpoint")
 
 
 class Naming(NamedTuple):
-    """The names of an architecture, and how llama.cpp stores what they name."""
+    """The names of an architecture, and how llama.cpp stores what they name.
+
+    ``experts`` maps the name of what stacks the matrices of experts to the name of each, with {e} for its number;
+    ``rows`` has names of vectors that are matrices of one row in the Hugging Face model.
+    """
 
     entries: list[Entry]
+    experts: dict[str, str]
+    rows: tuple[str, ...]
     turned: bool
     plus_one: bool
 
@@ -48,7 +58,13 @@ def naming(architecture: str) -> Naming | None:
         above = tables[above].get("extends")
     own = tables[architecture]
     names = {left: right for left, right in lines.items() if isinstance(right, str) and left != "extends"}
-    return Naming(table(names), own.get("turned", False), own.get("plus_one", False))
+    return Naming(
+        table(names),
+        own.get("experts", {}),
+        tuple(own.get("rows", ())),
+        own.get("turned", False),
+        own.get("plus_one", False),
+    )
 
 
 def architectures() -> tuple[str, ...]:
@@ -77,14 +93,15 @@ def from_gguf(index: Index, states: Mapping[str, Mapping[str, TensorSpec]]) -> I
             if name in _COMPUTED:
                 continue
             if new is None:
-                if not any(pattern(entry.right[0]).fullmatch(name) for entry in known.entries):
+                made = _experts(specs[name], known)
+                if not made and not _is_renamed(name, known):
                     report.kept[name] = None
-                found[state][name] = specs[name]
-                continue
-            spec = _as_stored_by_hf(new, specs, name, known, heads, report)
-            if name in types and spec.name != name:
-                types[spec.name] = types.pop(name)
-            found[state][spec.name] = spec
+                made = made or [specs[name]]
+            else:
+                made = [_as_stored_by_hf(new, specs, name, known, heads, report)]
+            if name in types and made[0].name != name:
+                types |= dict.fromkeys([spec.name for spec in made], types.pop(name))
+            found[state] |= {spec.name: spec for spec in made}
     unreadable = {_new_name(name, known) or name: why for name, why in index.unreadable.items()}
     aliases = dict(index.aliases)
     head, owner = "lm_head.weight", "model.embed_tokens.weight"
@@ -109,6 +126,31 @@ def _new_name(name: str, known: Naming) -> str | None:
         if match is not None:
             return entry.right[0].format(**match.groupdict())
     return None
+
+
+def _is_renamed(name: str, known: Naming) -> bool:
+    """Return whether the name is already one of the Hugging Face model."""
+    return any(
+        pattern(right).fullmatch(name) for right in (*(e.right[0] for e in known.entries), *known.experts.values())
+    )
+
+
+def _experts(spec: TensorSpec, known: Naming) -> list[TensorSpec]:
+    """Return the matrices of the experts that a tensor [experts, rows, columns] stacks; [] if it is no such tensor."""
+    for left, right in known.experts.items():
+        match = pattern(left).fullmatch(spec.name)
+        if match is None or len(spec.shape) < 2 or not 0 < spec.shape[0] <= _MOST:
+            continue
+        count, *inner = spec.shape
+        made = []
+        for n in range(count):
+            block = Box((n, *(0 for _ in inner)), (n + 1, *inner))
+            placement = Placement.of(spec.shape, block, (0,) * len(inner), tuple(range(1, len(spec.shape))))
+            name = right.format(**match.groupdict(), e=n)
+            rule = "; ".join(filter(None, (spec.rule, f"expert {n} of {spec.name!r}")))
+            made.append(compose(name, tuple(inner), [(spec, placement)], rule, spec.stored_as or spec.name))
+        return made
+    return []
 
 
 def to_gguf_name(name: str, known: Naming) -> str | None:
@@ -142,6 +184,9 @@ def _as_stored_by_hf(
             return spec
         value = turned(operand(spec), heads[which], back=True)
         return computed(new, value, rule="the rows of each head in the order of Hugging Face", stored_as=name)
+    if len(spec.shape) == 1 and any(pattern(row).fullmatch(name) for row in known.rows):
+        value = make("reshape", operand(spec), shape=(1, *spec.shape))
+        return computed(new, value, rule="a matrix of one row (llama.cpp stores a vector)", stored_as=name)
     return renamed(spec, new)
 
 
