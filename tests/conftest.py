@@ -34,6 +34,7 @@ from .writers import (
     torch_dcp,
     torch_files,
     trainers,
+    verl_files,
 )
 
 os.environ["LAZYCKPT_CACHE"] = "0"  # tests neither use nor fill the user's cache; those of the cache have their own
@@ -402,9 +403,16 @@ def framework_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
     return Cases("frameworks", checkpoints("frameworks"))
 
 
-@pytest.fixture(params=list(frameworks.CASES))
-def framework_case(request: pytest.FixtureRequest, framework_cases: Mapping[str, Case]) -> Case:
-    return framework_cases[request.param]
+@pytest.fixture(scope="session")
+def verl_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    return Cases("verl", checkpoints("verl"))
+
+
+@pytest.fixture(params=[*frameworks.CASES, *verl_files.CASES])
+def framework_case(
+    request: pytest.FixtureRequest, framework_cases: Mapping[str, Case], verl_cases: Mapping[str, Case]
+) -> Case:
+    return next(cases[request.param] for cases in (framework_cases, verl_cases) if request.param in cases)
 
 
 # -- DeepSpeed's truth, completed

@@ -43,6 +43,7 @@ from .writers import (
     rank_files,
     torch_dcp,
     trainers,
+    verl_files,
 )
 
 __all__ = ["GOLDEN", "GROUPS", "Group", "archives", "missing", "recorded", "unpack"]
@@ -217,6 +218,13 @@ GROUPS = {
         lambda folder, name: {name: frameworks.load_case(folder, name)},
         ("ai2-olmo-core", "nanotron", "torchsnapshot", "torch"),
         ("nanotron", "dacite", "olmo_core", "torchsnapshot"),
+    ),
+    "verl": Group(
+        tuple(verl_files.CASES),
+        verl_files.write_all,
+        lambda folder, name: {name: verl_files.load_case(folder, name)},
+        ("verl", "megatron-core", "peft", "transformers", "torch"),
+        ("verl", "megatron", "peft"),
     ),
     "trainers": Group(
         tuple(trainers.CASES),

@@ -114,11 +114,8 @@ def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) 
 
     Raises the error of the newest checkpoint if none of the first `_TRIED` can be read."""
     names = [save.name for save in saves]
-    finished, others = _finished(source, names)
-    notes = {
-        name: Problem("unfinished-save", f"{name} was not finished (other checkpoints here have {last})", name)
-        for name, last in others.items()
-    }
+    finished, others = _finished(source, saves)
+    notes = {name: Problem("unfinished-save", f"{name} was not finished ({why})", name) for name, why in others.items()}
     first: LazyckptError | None = None
     for name in (*finished, *others)[:_TRIED]:
         sub = _sub(source, name, source.entries[name].is_dir)
@@ -197,14 +194,18 @@ def _rest(save: Save) -> list[int]:
     return [save.counts.get(kind, -1) for kind in _KINDS]
 
 
-def _finished(source: Source, names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Split checkpoints into finished ones and unfinished ones, the latter with the file that they lack."""
+def _finished(source: Source, saves: list[Save]) -> tuple[list[str], dict[str, str]]:
+    """Split checkpoints into finished ones and unfinished ones, the latter with the evidence."""
+    names = [save.name for save in saves]
     source.list_all(name for name in names if source.entries[name].is_dir)
     listed = {name: source.inside(name) for name in names if source.entries[name].is_dir}
     lacking: dict[str, str] = {}
     for last in LAST:
         if any(last in inside for inside in listed.values()):
-            lacking |= {name: last for name, inside in listed.items() if last not in inside}
+            lacking |= {n: f"other checkpoints here have {last}" for n, inside in listed.items() if last not in inside}
+    done = tracked(source)
+    if done is not None:  # of verl
+        lacking |= {s.name: f"{TRACKER} still names {done}" for s in saves if s.counts.get("step", 0) > done}
     return [name for name in names if name not in lacking], lacking
 
 
@@ -236,7 +237,7 @@ _FOLDER = re.compile(  # a folder with such a name counts as a checkpoint, perha
     r"(?:global_step|checkpoint[-_]|step[-_]|epoch_|dist_epoch_|iter_)\d{1,18}(?:_universal)?"
     r"|epoch=\d{1,18}(?:-step=\d{1,18})?(?:-v\d+)?(?:\.ckpt)?"
 )
-_ITERATION = re.compile(r"iter_(\d{1,18})")
+_ITERATION = re.compile(r"(?:iter|global_step)_(\d{1,18})")
 _NUMBER = re.compile(r"\d{1,18}")
 _ZIP = ".zip"  # a zip may contain a zarr hierarchy
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", _ZIP)
@@ -301,7 +302,7 @@ def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
     """Return the unfinished checkpoints, which may be readable nevertheless, each with the evidence.
 
     The folder of an unfinished checkpoint lacks a file that its writer writes last (`LAST`) and that other folders
-    have, or its iteration is later than the one in Megatron's tracker."""
+    have, or its iteration is later than the one in the tracker of Megatron or verl."""
     series: dict[str, list[str]] = {}
     for f in found:
         if f.is_dir and f.numbered and f.name:

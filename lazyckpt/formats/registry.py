@@ -28,6 +28,8 @@ _BUILTIN = (
     ("zarr.reader", "READER", True),  # no other format has its metadata documents
     ("orbax.reader", "READER", False),
     ("deepspeed.reader", "READER", False),
+    ("trainers.verl", "ROLE", False),
+    ("trainers.verl", "STEP", False),
     ("megatron.reader", "READER", False),
     ("megatron.dist", "READER", False),
     ("megatron.fsdp", "READER", False),
