@@ -30,6 +30,7 @@ from .writers import (
     megatron_core,
     orbax_files,
     rank_files,
+    run_folders,
     torch_contents,
     torch_dcp,
     torch_files,
@@ -408,11 +409,20 @@ def verl_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
     return Cases("verl", checkpoints("verl"))
 
 
-@pytest.fixture(params=[*frameworks.CASES, *verl_files.CASES])
+@pytest.fixture(scope="session")
+def folder_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    return Cases("run_folders", checkpoints("run_folders"))
+
+
+@pytest.fixture(params=[*frameworks.CASES, *verl_files.CASES, *run_folders.CASES])
 def framework_case(
-    request: pytest.FixtureRequest, framework_cases: Mapping[str, Case], verl_cases: Mapping[str, Case]
+    request: pytest.FixtureRequest,
+    framework_cases: Mapping[str, Case],
+    verl_cases: Mapping[str, Case],
+    folder_cases: Mapping[str, Case],
 ) -> Case:
-    return next(cases[request.param] for cases in (framework_cases, verl_cases) if request.param in cases)
+    groups = (framework_cases, verl_cases, folder_cases)
+    return next(cases[request.param] for cases in groups if request.param in cases)
 
 
 # -- DeepSpeed's truth, completed

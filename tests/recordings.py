@@ -41,6 +41,7 @@ from .writers import (
     megatron_fsdp,
     orbax_files,
     rank_files,
+    run_folders,
     torch_dcp,
     trainers,
     verl_files,
@@ -225,6 +226,13 @@ GROUPS = {
         lambda folder, name: {name: verl_files.load_case(folder, name)},
         ("verl", "megatron-core", "peft", "transformers", "torch"),
         ("verl", "megatron", "peft"),
+    ),
+    "run_folders": Group(
+        tuple(run_folders.CASES),
+        run_folders.write_all,
+        lambda folder, name: {name: run_folders.load_case(folder, name)},
+        ("colossalai", "lightning", "litgpt", "mosaicml", "torch"),
+        ("colossalai", "composer", "lightning", "litgpt"),
     ),
     "trainers": Group(
         tuple(trainers.CASES),

@@ -36,6 +36,8 @@ _BUILTIN = (
     ("nanotron.reader", "READER", False),
     ("torchsnapshot", "READER", False),
     ("trainers.olmo", "READER", False),
+    ("trainers.litgpt", "READER", False),
+    ("trainers.colossalai", "READER", False),
     ("trainers.lightning", "READER", False),
     ("trainers.sharding", "READER", False),
     ("trainers.torchtune", "READER", False),

@@ -375,6 +375,7 @@ def _rank(rank: int, module: str, name: str, folder: Path, rendezvous: Path) -> 
     torch.set_num_threads(1)
     torch.manual_seed(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec.world)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(spec.world), "NODE_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
     wait = timedelta(seconds=120)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=spec.world, timeout=wait)

@@ -1,4 +1,4 @@
-"""Checkpoints of verl, written on gloo ranks by its own managers (`MegatronCheckpointManager`, `FSDPCheckpointManager`).
+"""Checkpoints of verl, written on gloo ranks by its own `MegatronCheckpointManager` and `FSDPCheckpointManager`.
 
 verl itself, without its dependencies, has to be on the path (``pip install --no-deps verl``): what its managers import
 and do not use to save is replaced. Megatron's models are trained as in megatron_core.py; FSDP2's model is a tiny Llama
@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from . import Case, frameworks
 from .frameworks import _without

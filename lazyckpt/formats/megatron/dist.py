@@ -32,6 +32,7 @@ from ...layouts.merge import decide, user_rules
 from .. import torch_save as torchsave
 from ..dcp import reader as dcp
 from ..dcp.chunks import ChunkBytes, in_chunks
+from ..huggingface import has_weights
 from ..reader import Reader, Source
 from ..shared.announce import announce, announce_folders, listing
 from ..shared.members import Member, together
@@ -169,7 +170,13 @@ def read_dist(source: Source) -> Index:
         return _without_padding(read(source.store), source.rules)
     folder = find_iteration(source) or ""
     index = _without_padding(read(source.store, folder), source.rules)
-    return replace(index, problems=(*unfinished(source, folder), *index.problems))
+    problems = unfinished(source, folder)
+    if has_weights(source.entries):  # ms-swift: swift/megatron/trainers/base.py `save_checkpoint`
+        line = (
+            f"beside {folder} there are weights of Hugging Face's kind, which are not read: open them by their own file"
+        )
+        problems.append(Problem("other-checkpoint", line, folder))
+    return replace(index, problems=(*problems, *index.problems))
 
 
 def _without_padding(index: Index, rules: Mapping[str, Any]) -> Index:

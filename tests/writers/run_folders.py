@@ -1,0 +1,261 @@
+"""Folders of runs that LitGPT, Composer and others write, by their own functions on the CPU.
+
+These packages, without their dependencies, have to be on the path (``pip install --no-deps litgpt``): what they import
+and do not use to save is replaced. ``python -m tests.writers.run_folders FOLDER`` writes every case of :data:`CASES`.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import Case, frameworks
+from .frameworks import _type, _without
+from .trainers import Spec, States, _bare, held
+
+__all__ = ["CASES", "load_case", "write_all"]
+
+CASES: dict[str, Spec] = {}
+
+
+def case(needs: str, world: int = 1, **info: Any) -> Callable[[Callable[[Path], States]], Callable[[Path], States]]:
+    """``needs``: the packages that write it."""
+
+    def add(write: Callable[[Path], States]) -> Callable[[Path], States]:
+        CASES[write.__name__] = Spec(world, write, tuple(needs.split()), info)
+        return write
+
+    return add
+
+
+# -- LitGPT
+
+
+_SIZES: dict[str, Any] = {
+    "name": "tiny", "block_size": 8, "padded_vocab_size": 20, "n_layer": 1, "n_head": 2, "n_embd": 8, "bias": False,
+    "intermediate_size": 12, "mlp_class_name": "LLaMAMLP", "norm_class_name": "RMSNorm", "rotary_percentage": 1.0,
+    "n_query_groups": 1,
+}  # fmt: skip
+
+
+def _litgpt() -> nn.Module:
+    _without("jsonargparse", "litdata")
+    import litgpt
+    from litgpt import parser_config
+
+    torch.manual_seed(3)
+
+    def save_hyperparameters(function: Any, folder: Path, *more: Any) -> None:
+        (folder / "hyperparameters.yaml").write_text("train:\n  save_interval: 1\n")  # jsonargparse makes this text
+
+    parser_config.save_hyperparameters = save_hyperparameters
+    model: nn.Module = litgpt.GPT(litgpt.Config(**_SIZES))
+    return model
+
+
+def _steps(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(8)[None] + 1).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@case("litgpt lightning", format="litgpt", problems=["other-checkpoint"])
+def litgpt_pretrain(out: Path) -> States:
+    """Two steps and the last state."""
+    model = _litgpt()
+    from lightning.fabric import Fabric
+    from litgpt import pretrain
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    module = fabric.setup(model)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    optimizer = fabric.setup_optimizers(optimizer)
+    state: dict[str, Any] = {"model": module, "optimizer": optimizer, "iter_num": 0, "step_count": 0}
+    kept: States = {}
+    for step in (1, 2):
+        _steps(module, optimizer)
+        state |= {"iter_num": 4 * step, "step_count": step}
+        kept = held(model.state_dict(), model.named_parameters(), optimizer)
+        pretrain.save_checkpoint(fabric, state, None, out / f"step-{step:08d}" / "lit_model.pth")
+    pretrain.save_checkpoint(fabric, state, None, out / "final" / "lit_model.pth")
+    return kept
+
+
+@case("litgpt lightning", format="litgpt", file="final")
+def litgpt_lora(out: Path) -> States:
+    """The adapter alone."""
+    _litgpt()
+    from lightning.fabric import Fabric
+    from litgpt import lora
+    from litgpt.finetune.lora import save_lora_checkpoint
+    from litgpt.utils import save_config
+
+    config = lora.Config(**_SIZES, lora_r=2, lora_alpha=4, lora_query=True, lora_value=True)
+    torch.manual_seed(5)
+    model = lora.GPT(config)
+    lora.mark_only_lora_as_trainable(model)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    (out / "final").mkdir(parents=True)
+    save_lora_checkpoint(fabric, fabric.setup(model), out / "final" / "lit_model.pth.lora")
+    save_config(config, out / "final")
+    return {"weights": {name: t.detach().clone() for name, t in model.state_dict().items() if "lora_" in name}}
+
+
+# -- Composer
+
+
+class _Unused(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Packages that Composer imports and does not use to save."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name.partition(".")[0] in ("torchvision", "mcli"):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__getattr__ = _type  # type: ignore[method-assign]
+
+
+def _composer() -> None:
+    import transformers.modeling_utils  # before torchvision seems to be there
+
+    assert transformers
+    sys.meta_path.insert(0, _Unused())
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x))
+        return out
+
+
+@case("composer torchmetrics coolname", format="torch")
+def composer_files(out: Path) -> States:
+    """The trainer's run of two batches."""
+    _composer()
+    from composer import Trainer
+    from composer.models import ComposerModel
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Model(ComposerModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _Net()
+
+        def forward(self, batch: Any) -> Any:
+            return self.net(batch[0])
+
+        def loss(self, outputs: Any, batch: Any) -> Any:
+            return (outputs - batch[1]).square().mean()
+
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(16, 4), torch.randn(16, 3))
+    trainer = Trainer(
+        model=model,
+        optimizers=optimizer,
+        train_dataloader=DataLoader(data, batch_size=4),
+        max_duration="2ba",
+        save_folder=str(out),
+        save_interval="1ba",
+        device="cpu",
+        run_name="tiny",
+        progress_bar=False,
+    )
+    trainer.fit()
+    return held(model.state_dict(), model.named_parameters(), optimizer)
+
+
+@case("composer torchmetrics coolname", 2, format="dcp")
+def composer_sharded(out: Path) -> States:
+    """What the trainer's callback calls; the trainer itself shards on a GPU only. The state is that of
+    composer/core/state.py `State.state_dict`."""
+    _composer()
+    from composer.utils import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    from .torch_dcp import line
+    from .trainers import gathered
+
+    torch.manual_seed(4)
+    model = _Net()
+    fully_shard(model, mesh=line(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    kept: States = {}
+    for batch in (1, 2):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        weights, optim = get_state_dict(model, optimizer)
+        timestamp = {"Timestamp": {"epoch": 0, "batch": batch}}
+        whole = {"model": weights, "optimizers": {"AdamW": optim}, "timestamp": timestamp, "run_name": "tiny"}
+        state = types.SimpleNamespace(
+            state_dict=lambda whole=whole: whole,
+            fsdp_sharded_state_dict_enabled=True,
+            fsdp_config=types.SimpleNamespace(save_planner=None),
+            device_mesh=None,
+        )
+        checkpoint._save_checkpoint(state, f"{out}/ep0-ba{batch}/__{dist.get_rank()}_0.distcp")
+        kept = gathered(model, optimizer)
+    return kept
+
+
+# -- ColossalAI
+
+
+@case("colossalai", format="colossalai", file="epoch-0_step-2")
+def colossalai_sharded(out: Path) -> States:
+    """As applications/Colossal-LLaMA/colossal_llama/utils/ckpt_io.py `save_checkpoint` does."""
+    _bare("colossalai", "colossalai.checkpoint_io")
+    parts = ["accelerator", "interface", "interface.model", "tensor", "tensor.d_tensor", "utils", "utils.safetensors"]
+    parts.append("logging")
+    _without(*(f"colossalai.{part}" for part in parts))
+    from colossalai.checkpoint_io import utils
+    from colossalai.checkpoint_io.general_checkpoint_io import GeneralCheckpointIO
+
+    utils.is_distributed_tensor = lambda t: False
+    model = _Net()
+    groups = [{"params": [p for p in model.parameters() if p.ndim == 2]}, {"params": [model.up.bias, model.down.bias]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+    root = out / "epoch-0_step-2"
+    root.mkdir(parents=True)
+    io = GeneralCheckpointIO()
+    io.save_sharded_model(model, str(root / "modeling"), max_shard_size=1e-4)
+    io.save_sharded_optimizer(optimizer, str(root / "optimizer"), True, None, 2e-4)
+    io.save_lr_scheduler(schedule, str(root / "lr_scheduler"))
+    (root / "running_states.json").write_text(json.dumps({"epoch": 0, "step": 2, "sample_start_index": 8}))
+    return held(model.state_dict(), model.named_parameters(), optimizer)
+
+
+# -- running them
+
+
+def write_all(folder: Path) -> Path:
+    return frameworks.run("run_folders", folder)
+
+
+def load_case(folder: Path, name: str) -> Case:
+    return frameworks.load_case(folder, name)
+
+
+if __name__ == "__main__":
+    frameworks.main("run_folders", Path(sys.argv[1]), sys.argv[2:])
