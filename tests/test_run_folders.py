@@ -1,4 +1,4 @@
-"""Folders of LitGPT, Composer and ColossalAI beyond the contract: runs, links, unfinished and damaged saves."""
+"""Folders of LitGPT, Composer, ColossalAI and MLX beyond the contract: runs, links, unfinished and damaged saves."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,6 +125,37 @@ def test_damaged_folders_of_colossalai(copied: Any) -> None:
         lazyckpt.open(folder / "optimizer")
     shutil.rmtree(folder / "modeling")
     with pytest.raises(lazyckpt.LazyckptError):
+        lazyckpt.open(folder)
+
+
+# -- MLX
+
+
+def test_saves_of_mlx_lm(copied: Any) -> None:
+    folder = copied("mlx_adapters")
+    older = lazyckpt.open(folder, tag="0000001_adapters.safetensors")
+    name = "layers.0.lora_b"
+    assert not torch.equal(older[name][...], lazyckpt.open(folder)[name][...])
+    assert lazyckpt.open_run(folder).steps == (1, 2)
+    (folder / "adapters.safetensors").write_bytes(b"")
+    with pytest.raises(lazyckpt.CorruptError):
+        lazyckpt.open(folder)
+
+
+def test_weights_of_mlx_in_several_files(copied: Any, folder_cases: Mapping[str, Case]) -> None:
+    folder = copied("mlx_npz")
+    whole = np.load(folder / "weights.npz")
+    (folder / "weights.npz").unlink()
+    names = sorted(whole)
+    for n, part in enumerate((names[:2], names[2:])):
+        np.savez(folder / f"weights.{n:02d}.npz", **{name: whole[name] for name in part})
+    view = lazyckpt.open(folder)
+    for name, tensor in folder_cases["mlx_npz"].truth["weights"].items():
+        same(view[name][...], tensor, name)
+    (folder / "weights.01.npz").write_bytes(b"PK")
+    assert codes(lazyckpt.open(folder)) == ["unreadable-file"]
+    shutil.copy(folder / "weights.00.npz", folder / "weights.01.npz")
+    with pytest.raises(lazyckpt.CorruptError, match="repeats"):
         lazyckpt.open(folder)
 
 

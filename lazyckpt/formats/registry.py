@@ -48,6 +48,7 @@ _BUILTIN = (
     ("dcp.reader", "READER", True),
     ("dcp.hub", "READER", False),
     ("skyrl", "READER", False),
+    ("trainers.mlx", "READER", False),
     ("huggingface", "READER", True),
     ("gguf", "READER", True),
     ("safetensors", "READER", True),

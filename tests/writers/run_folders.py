@@ -11,7 +11,7 @@ import importlib.machinery
 import json
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +244,73 @@ def colossalai_sharded(out: Path) -> States:
     io.save_lr_scheduler(schedule, str(root / "lr_scheduler"))
     (root / "running_states.json").write_text(json.dumps({"epoch": 0, "step": 2, "sample_start_index": 8}))
     return held(model.state_dict(), model.named_parameters(), optimizer)
+
+
+# -- MLX
+
+
+def _mlx_truth(tensors: Mapping[str, Any]) -> States:
+    import mlx.core as mx
+    import numpy as np
+
+    return {"weights": {name: torch.from_numpy(np.array(mx.array(t))) for name, t in tensors.items()}}
+
+
+@case("mlx mlx_lm", format="mlx", problems=["other-checkpoint"])
+def mlx_adapters(out: Path) -> States:
+    """The trainer of mlx-lm: two iterations of a module of layers with LoRA."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    import mlx.optimizers as optim
+    from mlx_lm.tuner.lora import LoRALinear
+    from mlx_lm.tuner.trainer import TrainingArgs, train
+    from mlx_lm.tuner.utils import print_trainable_parameters
+    from mlx.utils import tree_flatten
+
+    class Model(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = [LoRALinear.from_base(nn.Linear(4, 4), r=2)]
+
+        def __call__(self, x: Any) -> Any:
+            return self.layers[0](x)
+
+    mx.random.seed(3)
+    model = Model()
+    model.freeze()
+    model.layers[0].unfreeze(keys=["lora_a", "lora_b"])
+    print_trainable_parameters(model)
+    out.mkdir(parents=True)
+    (out / "adapter_config.json").write_text(json.dumps({"fine_tune_type": "lora", "lora_parameters": {"rank": 2}}))
+
+    def batches(**how: Any) -> Any:
+        while True:
+            yield mx.ones((2, 4)), mx.array([[0, 4], [0, 4]])
+
+    def loss(model: Any, batch: Any, lengths: Any) -> Any:
+        return (model(batch) - 3.0).square().mean(), mx.array(8)
+
+    args = TrainingArgs(
+        batch_size=2, iters=2, val_batches=0, steps_per_report=10, steps_per_eval=100, steps_per_save=1,
+        adapter_file=str(out / "adapters.safetensors"),
+    )  # fmt: skip
+    train(model, optim.Adam(learning_rate=0.01), [1] * 4, [1] * 4, args=args, loss=loss, iterate_batches=batches)
+    return _mlx_truth(dict(tree_flatten(model.trainable_parameters())))
+
+
+@case("mlx mlx_lm", format="mlx")
+def mlx_npz(out: Path) -> States:
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+
+    mx.random.seed(4)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    model.layers[1].set_dtype(mx.float16)
+    out.mkdir(parents=True)
+    model.save_weights(str(out / "weights.npz"))
+    (out / "config.json").write_text('{"model_type": "tiny"}')
+    return _mlx_truth(dict(tree_flatten(model.parameters())))
 
 
 # -- running them
