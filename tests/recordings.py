@@ -231,8 +231,8 @@ GROUPS = {
         tuple(run_folders.CASES),
         run_folders.write_all,
         lambda folder, name: {name: run_folders.load_case(folder, name)},
-        ("colossalai", "lightning", "litgpt", "mlx", "mlx-lm", "mosaicml", "torch"),
-        ("colossalai", "composer", "lightning", "litgpt", "mlx_lm"),
+        ("colossalai", "jax", "levanter", "lightning", "litgpt", "mlx", "mlx-lm", "mosaicml", "optax", "torch"),
+        ("colossalai", "composer", "levanter", "lightning", "litgpt", "mlx_lm"),
     ),
     "trainers": Group(
         tuple(trainers.CASES),

@@ -77,6 +77,11 @@ def test_a_step_that_the_tracker_does_not_name_yet(run: Path) -> None:
     assert "unfinished-save" in [p.code for p in lazyckpt.open_run(run).problems]
 
 
+def test_verification_of_a_role(role: Path) -> None:
+    found = lazyckpt.verify(role)
+    assert {finding.code for finding in found.findings} == {"constant-values"}
+
+
 def test_a_role_without_its_manifest(role: Path) -> None:
     (role / "ckpt_contents.json").unlink()
     view = lazyckpt.open(role)

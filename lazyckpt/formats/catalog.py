@@ -285,7 +285,8 @@ _HIDDEN = re.compile(r"\..*|tmp-.*|.*[._](?:tmp|part|incomplete)|.*\.orbax-check
 _SIDE = re.compile(r"optim|sched|(?<![a-z])rng|random_state|scaler|training_args", re.IGNORECASE)
 _SERIES = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|(?:dist_)?epoch|model)[-_=]?\d", re.IGNORECASE)
 _NAMED = re.compile(r"best|last|latest|final|release", re.IGNORECASE)
-_ANY = ("huggingface", "zarr-arrays")  # readers that recognise any safetensors files, or any hierarchies, of a folder
+# readers that recognise any safetensors files, or any hierarchies, of a folder, or the last of several files (mlx)
+_ANY = ("huggingface", "mlx", "zarr-arrays")
 _DEEP = 3  # maximum number of folders between the run's folder and a checkpoint
 # keys under which writers store the step, the most reliable first
 _TOLD = ("global_steps", "global_step", "iteration", "step", "iter_num", "steps")

@@ -36,6 +36,7 @@ _BUILTIN = (
     ("nanotron.reader", "READER", False),
     ("torchsnapshot", "READER", False),
     ("trainers.olmo", "READER", False),
+    ("trainers.levanter", "READER", False),
     ("trainers.litgpt", "READER", False),
     ("trainers.colossalai", "READER", False),
     ("trainers.lightning", "READER", False),

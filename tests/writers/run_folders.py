@@ -6,6 +6,7 @@ and do not use to save is replaced. ``python -m tests.writers.run_folders FOLDER
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.abc
 import importlib.machinery
 import json
@@ -262,10 +263,10 @@ def mlx_adapters(out: Path) -> States:
     import mlx.core as mx
     import mlx.nn as nn
     import mlx.optimizers as optim
+    from mlx.utils import tree_flatten
     from mlx_lm.tuner.lora import LoRALinear
     from mlx_lm.tuner.trainer import TrainingArgs, train
     from mlx_lm.tuner.utils import print_trainable_parameters
-    from mlx.utils import tree_flatten
 
     class Model(nn.Module):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -311,6 +312,76 @@ def mlx_npz(out: Path) -> States:
     model.save_weights(str(out / "weights.npz"))
     (out / "config.json").write_text('{"model_type": "tiny"}')
     return _mlx_truth(dict(tree_flatten(model.parameters())))
+
+
+# -- Levanter
+
+
+@case("levanter jax optax equinox", format="levanter", archives=False)
+def levanter_steps(out: Path) -> States:
+    """Two steps of optax's AdamW. Levanter's package haliax is replaced: it is for named arrays, here are none."""
+    _bare("levanter", "levanter.utils")
+    parts = ["jax_utils", "nn", "nn.scan", "partitioning", "types", "util", "_src", "_src.util"]
+    _without("haliax", *(f"haliax.{part}" for part in parts))
+    _without("braceexpand", "draccus", "levanter.utils.fsspec_utils", "levanter.utils.types")
+    for part in parts[:6]:
+        if "." not in part:
+            setattr(sys.modules["haliax"], part, sys.modules[f"haliax.{part}"])
+    named: Any = sys.modules["haliax"]
+    named.is_named_array = named.util.is_named_array = lambda leaf: False
+    named.jax_utils.is_jax_array_like = lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    sys.modules["draccus"].field = dataclasses.field  # type: ignore[attr-defined]
+    import equinox
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from levanter.checkpoint import save_checkpoint
+
+    class Layer(equinox.Module):  # type: ignore[misc]
+        weight: Any
+        bias: Any
+
+    class Model(equinox.Module):  # type: ignore[misc]
+        embed: Any
+        layers: list[Any]
+
+    class State(equinox.Module):  # type: ignore[misc]  # levanter/trainer_state.py `TrainerState`
+        step: Any
+        model: Any
+        opt_state: Any
+        training_key: Any
+
+    key = jax.random.PRNGKey(2)
+    layer = Layer(jax.random.normal(key, (4, 4)), jnp.ones(4, jnp.bfloat16))
+    model = Model(jax.random.normal(key, (7, 4)), [layer])
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    state = optimizer.init(model)
+    for step in (1, 2):
+        updates, state = optimizer.update(jax.tree.map(lambda x: x * 0.5, model), state, model)
+        model = optax.apply_updates(model, updates)
+        whole = State(jnp.array(step), model, state, key)
+        save_checkpoint(whole, step, f"{out}/step-{step}", is_temporary=False)
+
+    def tensor(leaf: Any) -> Tensor:
+        bits = np.asarray(leaf)
+        return (
+            torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+            if leaf.dtype == jnp.bfloat16
+            else torch.tensor(bits)
+        )
+
+    def flat(tree: Any) -> dict[str, Tensor]:
+        rest = tree.layers[0]
+        return {
+            "embed": tensor(tree.embed), "layers.0.weight": tensor(rest.weight), "layers.0.bias": tensor(rest.bias)
+        }  # fmt: skip
+
+    adam = state[1][0]
+    weights = flat(model)
+    others = {"step": torch.tensor(2, dtype=torch.int32), "training_key": tensor(key)}
+    count = dict.fromkeys(weights, tensor(adam.count))
+    return {"weights": weights, "mu": flat(adam.mu), "nu": flat(adam.nu), "count": count, "others": others}
 
 
 # -- running them
