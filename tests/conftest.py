@@ -32,10 +32,12 @@ from .writers import (
     megatron_core,
     orbax_files,
     rank_files,
+    run_folders,
     torch_contents,
     torch_dcp,
     torch_files,
     trainers,
+    verl_files,
 )
 
 os.environ["LAZYCKPT_CACHE"] = "0"  # tests neither use nor fill the user's cache; those of the cache have their own
@@ -412,9 +414,25 @@ def framework_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
     return Cases("frameworks", checkpoints("frameworks"))
 
 
-@pytest.fixture(params=list(frameworks.CASES))
-def framework_case(request: pytest.FixtureRequest, framework_cases: Mapping[str, Case]) -> Case:
-    return framework_cases[request.param]
+@pytest.fixture(scope="session")
+def verl_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    return Cases("verl", checkpoints("verl"))
+
+
+@pytest.fixture(scope="session")
+def folder_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    return Cases("run_folders", checkpoints("run_folders"))
+
+
+@pytest.fixture(params=[*frameworks.CASES, *verl_files.CASES, *run_folders.CASES])
+def framework_case(
+    request: pytest.FixtureRequest,
+    framework_cases: Mapping[str, Case],
+    verl_cases: Mapping[str, Case],
+    folder_cases: Mapping[str, Case],
+) -> Case:
+    groups = (framework_cases, verl_cases, folder_cases)
+    return next(cases[request.param] for cases in groups if request.param in cases)
 
 
 # -- DeepSpeed's truth, completed

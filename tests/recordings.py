@@ -41,8 +41,10 @@ from .writers import (
     megatron_fsdp,
     orbax_files,
     rank_files,
+    run_folders,
     torch_dcp,
     trainers,
+    verl_files,
 )
 
 __all__ = ["GOLDEN", "GROUPS", "Group", "archives", "missing", "recorded", "unpack"]
@@ -251,6 +253,20 @@ GROUPS = {
     ),
     "tensorflow": _array_files(
         "tensorflow_golden", ("tensorflow-cpu",), ("tensorflow",), "ckpt-1.index", "model.ckpt-2.index"
+    ),
+    "verl": Group(
+        tuple(verl_files.CASES),
+        verl_files.write_all,
+        lambda folder, name: {name: verl_files.load_case(folder, name)},
+        ("verl", "megatron-core", "peft", "transformers", "torch"),
+        ("verl", "megatron", "peft"),
+    ),
+    "run_folders": Group(
+        tuple(run_folders.CASES),
+        run_folders.write_all,
+        lambda folder, name: {name: run_folders.load_case(folder, name)},
+        ("colossalai", "jax", "levanter", "lightning", "litgpt", "mlx", "mlx-lm", "mosaicml", "optax", "torch"),
+        ("colossalai", "composer", "levanter", "lightning", "litgpt", "mlx_lm"),
     ),
     "trainers": Group(
         tuple(trainers.CASES),

@@ -74,7 +74,8 @@ def test_views_from_the_cache_are_the_same(
         second = lazyckpt.open(path)
         if not loads[-1]:
             why = [row["state"] for row in kept() if row["where"] == first.root] if cache.exists() else []
-            assert why or len(first.files) == 1, path  # a file in a folder of files
+            # a file in a folder of files, or arrays of Zarr, whose chunks are listed each time
+            assert why or len(first.files) == 1 or first.format == "levanter", path
             reasons += why
             continue
         check_same(first, second)

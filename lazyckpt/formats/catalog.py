@@ -4,8 +4,8 @@ Names: `checkpoint-N` (transformers/trainer.py), `checkpoint_N` (accelerate/acce
 (torchtitan/components/checkpoint.py `_create_checkpoint_id`), `epoch_N` and `dist_epoch_N` (torchtune's checkpointers),
 `N` beside ``latest.txt`` (nanotron/trainer.py `save_checkpoint`), `epoch=N-step=M.ckpt`
 (lightning/pytorch/callbacks/model_checkpoint.py), and files of scripts (`ckpt_10.pt`, `model_step_100.safetensors`),
-and steps of Orbax, which are any numbers (orbax/steps.py). The readers of DeepSpeed and Megatron resolve tags
-themselves.
+`ep0-ba300` and `ep0-ba300-rank0.pt` (composer/callbacks/checkpoint_saver.py), and steps of Orbax, which are any numbers
+(orbax/steps.py). The readers of DeepSpeed and Megatron resolve tags themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ..core.index import Index
 from ..core.names import natural
-from ..errors import FormatError, LazyckptError, MissingFileError, Problem, only_one, some
+from ..errors import CorruptError, FormatError, LazyckptError, MissingFileError, Problem, only_one, some
 from ..io.storage.base import Entry, Store
 from .megatron.files import TRACKER, tracked
 from .orbax.steps import COMMITTED, is_step_name, is_temporary, steps, temporary
@@ -28,7 +28,8 @@ from .zarr.tree import ROOTS
 
 # A word and its number.
 _COUNT = re.compile(
-    r"(?<![A-Za-z])(?:(?P<step>(?:global_?)?steps?|iter(?:ation)?s?)|(?P<epoch>epochs?)|(?P<save>checkpoint|ckpt))"
+    r"(?<![A-Za-z])(?:(?P<step>(?:global_?)?steps?|iter(?:ation)?s?|ba(?=\d))|(?P<epoch>epochs?|ep(?=\d))"
+    r"|(?P<save>checkpoint|ckpt))"
     r"[-_=]?(?P<number>\d{1,18})(?!\d|[.e]\d)",  # "1.5" and "1e6" are numbers other than 1
     re.IGNORECASE,
 )
@@ -45,7 +46,14 @@ _OTHER = re.compile(
 )
 # Files that trainers write last. A folder that lacks one while other folders have it is an unfinished save.
 LAST = ("trainer_state.json", "random_states_0.pkl", "checkpoint_metadata.json", ".metadata.json", COMMITTED)
+_FINAL = "final"
+_LINK = ".symlink"
+_LONGEST = 4096  # bytes of a link's text
 _LATEST = "latest.txt"  # beside it, nanotron's folders are named by their step alone
+
+
+# Composer's saves of the only rank that saves, without the folder's other files
+_COMPOSER = re.compile(r"(ep\d{1,18}-ba(\d{1,18}))(?:-rank0)?(?=\.pt$|$)")
 
 
 class Save(NamedTuple):
@@ -73,6 +81,7 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
     if source.path:
         if source.tag is not None:
             raise MissingFileError(f"{source.where} is a file, there is no {source.tag!r} in it: open it without tag=")
+        source = _followed(source) if source.path.endswith(_LINK) else source
         return source, read(source)
     if source.tag is not None:
         return _tagged(source, source.tag, read)
@@ -88,6 +97,25 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
             raise
     only = _sub(source, name, source.entries[name].is_dir)
     return only, read(only)
+
+
+def _followed(source: Source) -> Source:
+    """Return the checkpoint that a link of Composer names: a text with the path of a file or folder in its bucket
+    (composer/utils/file_helpers.py `create_symlink_file`). The link lies beside it, so the last part is enough.
+
+    Raises CorruptError for anything but a path, MissingFileError if the checkpoint is not there."""
+    text = bytes(source.store.read(source.path, 0, min(source.size, _LONGEST))) if source.size else b""
+    target = text.decode("utf-8", "replace").strip()
+    name = target.rstrip("/").rpartition("/")[2]
+    if source.size > _LONGEST or not name.isprintable() or name in ("", ".", "..") or name.endswith(_LINK):
+        raise CorruptError(f"{source.where} names no checkpoint: it is damaged. Open the checkpoint by its own path")
+    around = source.around()
+    entry = around.entries.get(name)
+    if entry is None:
+        raise MissingFileError(
+            f"{source.where} names {target[:200]!r}, and there is no {name[:80]!r} beside it: open that"
+        )
+    return _sub(around, name, entry.is_dir)
 
 
 def _tagged(source: Source, tag: str, read: Callable[[Source], Index]) -> tuple[Source, Index]:
@@ -114,11 +142,8 @@ def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) 
 
     Raises the error of the newest checkpoint if none of the first `_TRIED` can be read."""
     names = [save.name for save in saves]
-    finished, others = _finished(source, names)
-    notes = {
-        name: Problem("unfinished-save", f"{name} was not finished (other checkpoints here have {last})", name)
-        for name, last in others.items()
-    }
+    finished, others = _finished(source, saves)
+    notes = {name: Problem("unfinished-save", f"{name} was not finished ({why})", name) for name, why in others.items()}
     first: LazyckptError | None = None
     for name in (*finished, *others)[:_TRIED]:
         sub = _sub(source, name, source.entries[name].is_dir)
@@ -136,9 +161,18 @@ def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) 
         if twins:
             line = f"{name} is read; of the same step there is also {some(twins)} (tag={twins[0]!r})"
             problems.append(Problem("other-checkpoint", line, only_one(twins)))
+        if _has_final(source):
+            line = f"{name} is read; there is also {_FINAL}, which may be newer (tag={_FINAL!r})"
+            problems.append(Problem("other-checkpoint", line, _FINAL))
         return sub, replace(index, problems=(*problems, *index.problems))
     assert first is not None  # there is at least one save, and reading it raised
     raise first
+
+
+def _has_final(source: Source) -> bool:
+    """Return whether a folder of the last state, which has no number, is beside the steps (LitGPT)."""
+    entry = source.entries.get(_FINAL)
+    return entry is not None and entry.is_dir and _recognised(_sub(source, _FINAL, True)) is not None
 
 
 def _saves(entries: Mapping[str, Entry]) -> list[Save]:
@@ -163,7 +197,7 @@ def _numbered(source: Source) -> list[Save]:
 def _save(name: str, entry: Entry) -> Save | None:
     if not entry.is_dir and not is_checkpoint_file(name):
         return None
-    if _OTHER.search(name) or name.startswith(".") or is_temporary(name):
+    if _OTHER.search(_COMPOSER.sub(r"\1", name)) or name.startswith(".") or is_temporary(name):
         return None
     stem = name if entry.is_dir and not name.endswith(".ckpt") else _ENDING.sub("", name)
     version = _VERSION.search(stem)
@@ -197,14 +231,18 @@ def _rest(save: Save) -> list[int]:
     return [save.counts.get(kind, -1) for kind in _KINDS]
 
 
-def _finished(source: Source, names: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Split checkpoints into finished ones and unfinished ones, the latter with the file that they lack."""
+def _finished(source: Source, saves: list[Save]) -> tuple[list[str], dict[str, str]]:
+    """Split checkpoints into finished ones and unfinished ones, the latter with the evidence."""
+    names = [save.name for save in saves]
     source.list_all(name for name in names if source.entries[name].is_dir)
     listed = {name: source.inside(name) for name in names if source.entries[name].is_dir}
     lacking: dict[str, str] = {}
     for last in LAST:
         if any(last in inside for inside in listed.values()):
-            lacking |= {name: last for name, inside in listed.items() if last not in inside}
+            lacking |= {n: f"other checkpoints here have {last}" for n, inside in listed.items() if last not in inside}
+    done = tracked(source)
+    if done is not None:  # of verl
+        lacking |= {s.name: f"{TRACKER} still names {done}" for s in saves if s.counts.get("step", 0) > done}
     return [name for name in names if name not in lacking], lacking
 
 
@@ -234,9 +272,9 @@ _SURE = re.compile(
 )
 _FOLDER = re.compile(  # a folder with such a name counts as a checkpoint, perhaps a broken one, without asking a reader
     r"(?:global_step|checkpoint[-_]|step[-_]|epoch_|dist_epoch_|iter_)\d{1,18}(?:_universal)?"
-    r"|epoch=\d{1,18}(?:-step=\d{1,18})?(?:-v\d+)?(?:\.ckpt)?"
+    r"|epoch=\d{1,18}(?:-step=\d{1,18})?(?:-v\d+)?(?:\.ckpt)?|ep\d{1,18}-ba\d{1,18}"
 )
-_ITERATION = re.compile(r"iter_(\d{1,18})")
+_ITERATION = re.compile(r"(?:iter|global_step)_(\d{1,18})")
 _NUMBER = re.compile(r"\d{1,18}")
 _ZIP = ".zip"  # a zip may contain a zarr hierarchy
 _FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", _ZIP)
@@ -247,7 +285,8 @@ _HIDDEN = re.compile(r"\..*|tmp-.*|.*[._](?:tmp|part|incomplete)|.*\.orbax-check
 _SIDE = re.compile(r"optim|sched|(?<![a-z])rng|random_state|scaler|training_args", re.IGNORECASE)
 _SERIES = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|(?:dist_)?epoch|model)[-_=]?\d", re.IGNORECASE)
 _NAMED = re.compile(r"best|last|latest|final|release", re.IGNORECASE)
-_ANY = ("huggingface", "zarr-arrays")  # readers that recognise any safetensors files, or any hierarchies, of a folder
+# readers that recognise any safetensors files, or any hierarchies, of a folder, or the last of several files (mlx)
+_ANY = ("huggingface", "mlx", "zarr-arrays")
 _DEEP = 3  # maximum number of folders between the run's folder and a checkpoint
 # keys under which writers store the step, the most reliable first
 _TOLD = ("global_steps", "global_step", "iteration", "step", "iter_num", "steps")
@@ -301,7 +340,7 @@ def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
     """Return the unfinished checkpoints, which may be readable nevertheless, each with the evidence.
 
     The folder of an unfinished checkpoint lacks a file that its writer writes last (`LAST`) and that other folders
-    have, or its iteration is later than the one in Megatron's tracker."""
+    have, or its iteration is later than the one in the tracker of Megatron or verl."""
     series: dict[str, list[str]] = {}
     for f in found:
         if f.is_dir and f.numbered and f.name:
@@ -346,6 +385,8 @@ def _find_steps(store: Store, folder: str, listings: tuple[Mapping[str, Entry], 
             elif len(listings) <= _DEEP and not groups:
                 yield from _inside(store, path, name, listings)
         elif single and name in candidates and not _SHARD.fullmatch(name) and entry.info.size:
+            if _NAMED.match(name) and any(entries[other].info == entry.info for other in candidates if other != name):
+                continue  # a link to one of the others (Composer)
             if name.endswith(_ZIP) and _recognised(Source(store, path)) is None:
                 continue  # a zip of something else
             found = _found(path, name.rpartition(".")[0], False)
@@ -389,9 +430,9 @@ def _recognised(source: Source) -> Reader | None:
 
 
 def _found(path: str, name: str, is_dir: bool) -> Found:
-    sure = _SURE.fullmatch(name)
+    sure = _COMPOSER.fullmatch(name) or _SURE.fullmatch(name)
     numbers = _NUMBER.findall(name)
-    number = sure[1] or sure[2] if sure else numbers[-1] if numbers else None
+    number = sure[2] or sure[1] if sure else numbers[-1] if numbers else None
     return Found(
         path,
         None if number is None else int(number),

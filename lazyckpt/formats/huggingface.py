@@ -89,6 +89,11 @@ def _read_shard(store: Store, path: str, is_safe: bool) -> Shard:
     )
 
 
+def has_weights(names: Collection[str]) -> bool:
+    """Return whether a folder has a model's usual files, from its listing."""
+    return any(name in names for name in (*_INDEXES, *_SINGLES))
+
+
 def read(source: Source) -> Index:
     """Index a Hugging Face folder.
 

@@ -7,6 +7,7 @@ truth is what the processes held when they saved, put together here by hand.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -44,8 +45,8 @@ def case(needs: str, world: int = 1, **info: Any) -> Callable[[Callable[[Path], 
     return add
 
 
-def can_write(name: str) -> bool:
-    return all(importlib.util.find_spec(package) for package in CASES[name].needs)
+def can_write(spec: Spec) -> bool:
+    return all(importlib.util.find_spec(package) for package in spec.needs)
 
 
 # -- nanotron
@@ -344,10 +345,15 @@ def olmo_core(out: Path) -> States:
 
 def write_all(folder: Path) -> Path:
     """Write all cases, in a child process of their own."""
+    return run("frameworks", folder)
+
+
+def run(module: str, folder: Path) -> Path:
+    """Write all cases of a module of writers, in a child process of their own."""
     root = Path(__file__).resolve().parents[2]
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, "-m", "tests.writers.frameworks", str(folder)],
+        [sys.executable, "-m", f"tests.writers.{module}", str(folder)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
         text=True,
         stdout=subprocess.PIPE,
@@ -364,11 +370,12 @@ def load_case(folder: Path, name: str) -> Case:
     return Case(folder / name / "ckpt" / info.get("file", ""), truth, info)
 
 
-def _rank(rank: int, name: str, folder: Path, rendezvous: Path) -> None:
-    spec = CASES[name]
+def _rank(rank: int, module: str, name: str, folder: Path, rendezvous: Path) -> None:
+    spec = _cases(module)[name]
     torch.set_num_threads(1)
     torch.manual_seed(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(spec.world)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(spec.world), "NODE_RANK": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531"}
     wait = timedelta(seconds=120)
     dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=spec.world, timeout=wait)
@@ -385,16 +392,23 @@ def _rank(rank: int, name: str, folder: Path, rendezvous: Path) -> None:
     dist.barrier()
 
 
-def main(folder: Path, names: list[str]) -> None:
+def _cases(module: str) -> dict[str, Spec]:
+    cases: dict[str, Spec] = importlib.import_module(f"tests.writers.{module}").CASES
+    return cases
+
+
+def main(module: str, folder: Path, names: list[str]) -> None:
+    """Write the cases of a module of writers that can be written, or those that are named."""
     from tests.writers import frameworks as named  # what a rank pickles must not be a class of __main__
 
     failed = []
+    cases = _cases(module)
     with tempfile.TemporaryDirectory() as scratch:
-        for name in names or filter(can_write, CASES):
+        for name in names or [name for name, spec in cases.items() if can_write(spec)]:
             print(f"=== {name}", flush=True)
             try:
                 mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-                    named._rank, (name, folder, Path(scratch) / name), CASES[name].world, start_method="fork"
+                    named._rank, (module, name, folder, Path(scratch) / name), cases[name].world, start_method="fork"
                 )
             except Exception:
                 traceback.print_exc()
@@ -404,4 +418,4 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main("frameworks", Path(sys.argv[1]), sys.argv[2:])

@@ -14,7 +14,8 @@ import itertools
 import json
 import posixpath
 import re
-from collections.abc import Mapping
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -31,6 +32,7 @@ from ...layouts.merge import decide, user_rules
 from .. import torch_save as torchsave
 from ..dcp import reader as dcp
 from ..dcp.chunks import ChunkBytes, in_chunks
+from ..huggingface import has_weights
 from ..reader import Reader, Source
 from ..shared.announce import announce, announce_folders, listing
 from ..shared.members import Member, together
@@ -156,19 +158,25 @@ def is_dist(source: Source) -> bool:
     """Return whether the folder is such a checkpoint, or the iteration to read in it is one."""
     if source.path:
         return False
-    if _is_here(source.store, "", source.entries):
+    if is_here(source.store, "", source.entries):
         return True
     folder = find_iteration(source, strict=False)
-    return bool(folder) and _is_here(source.store, folder or "", source.inside(folder or ""))
+    return bool(folder) and is_here(source.store, folder or "", source.inside(folder or ""))
 
 
 def read_dist(source: Source) -> Index:
     """Index the folder, or its iteration to read. Raises what `read` does, and FormatError for malformed rules."""
-    if _is_here(source.store, "", source.entries):
+    if is_here(source.store, "", source.entries):
         return _without_padding(read(source.store), source.rules)
     folder = find_iteration(source) or ""
     index = _without_padding(read(source.store, folder), source.rules)
-    return replace(index, problems=(*unfinished(source, folder), *index.problems))
+    problems = unfinished(source, folder)
+    if has_weights(source.entries):  # ms-swift: swift/megatron/trainers/base.py `save_checkpoint`
+        line = (
+            f"beside {folder} there are weights of Hugging Face's kind, which are not read: open them by their own file"
+        )
+        problems.append(Problem("other-checkpoint", line, folder))
+    return replace(index, problems=(*problems, *index.problems))
 
 
 def _without_padding(index: Index, rules: Mapping[str, Any]) -> Index:
@@ -188,7 +196,8 @@ def _without_padding(index: Index, rules: Mapping[str, Any]) -> Index:
     return replace(index, states=states)
 
 
-def _is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:
+def is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:
+    """Return whether a folder, with these entries, is such a checkpoint itself."""
     about = entries.get(_ABOUT)
     if "common.pt" in entries:
         return about is not None or ".metadata" in entries
@@ -197,35 +206,62 @@ def _is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:
     return b'"sharded_backend"' in bytes(store.read(posixpath.join(folder, _ABOUT), 0, min(about.info.size, _HEAD)))
 
 
-def read(store: Store, folder: str = "") -> Index:
-    """Index such a folder. Raises CorruptError, FormatError (unknown backend), MissingFileError."""
+def read(store: Store, *folders: str, args: Any = None) -> Index:
+    """Index such a folder, or several that were saved as one (of model, optimizer and the rest).
+
+    ``args``: how the model was cut, if no ``common.pt`` has the arguments of the run.
+    Raises CorruptError, FormatError (unknown backend), MissingFileError."""
+    folders = folders or ("",)
     problems: list[Problem] = []
-    there = listing(store, folder)
-    announce(store, [posixpath.join(folder, name) for name in (_ABOUT, "common.pt", ".metadata") if name in there])
-    backend = _backend(store, folder, problems)
-    tensors = _tensors(store, folder, backend)
-    members: list[tuple[tuple[str, ...], Member]] = [((), tensors)]
-    path = posixpath.join(folder, "common.pt")
-    common: Mapping[str, Any] = {}
-    try:
-        member = torchsave.member(store, path, "common.pt/")
-        common = member.meta
-        members.insert(0, ((), member))
-    except LazyckptError as e:
-        problems.append(cannot_read(path, e, ", nor the arguments of the run and the schedule in it"))
-    whole = together(_FORMATS[backend], members)
-    args = common["args"] if hasattr(common.get("args"), "__dict__") else None
-    states, unknown = _states(tensors, args)
-    if len(members) > 1:
-        states |= _steps(members[0][1], states)
+    for folder in folders:
+        there = listing(store, folder)
+        announce(store, [posixpath.join(folder, name) for name in (_ABOUT, "common.pt", ".metadata") if name in there])
+    backends = {folder: _backend(store, folder, problems) for folder in folders}
+    tensors = _union([_tensors(store, folder, backend) for folder, backend in backends.items()], problems)
+    members: list[tuple[tuple[str, ...], Member]] = []
+    for folder in folders:
+        path = posixpath.join(folder, "common.pt")
+        try:
+            members.append(((), torchsave.member(store, path, f"{path}/" if len(folders) > 1 else "common.pt/")))
+        except LazyckptError as e:
+            problems.append(cannot_read(path, e, ", nor the arguments of the run and the schedule in it"))
+    commons = [member for _, member in members]
+    whole = together(_FORMATS[next(iter(backends.values()))], [*members, ((), tensors)])
+    saved = next((common.meta["args"] for common in commons if hasattr(common.meta.get("args"), "__dict__")), args)
+    states, unknown = _states(tensors, saved)
+    states |= next((steps for common in commons if (steps := _steps(common, states))), {})
     return Index(
         format=whole.format,
         states=states or {"weights": {}},
         files=whole.files,
         stored=whole.stored,
         meta=whole.meta,
-        mesh=mesh_of(args),
+        mesh=mesh_of(saved),
         problems=(*problems, *tensors.problems, *unknown),
+    )
+
+
+def _union(parts: Sequence[Member], problems: list[Problem]) -> Member:
+    """Return the tensors and objects of several folders as those of one."""
+    if len(parts) == 1:
+        return parts[0]
+    tensors: dict[str, tuple[Path, TensorSpec]] = {}
+    for part in parts:
+        twice = [key for key in part.tensors if key in tensors]
+        if twice:
+            line = f"{len(twice):,} tensors are in several folders, those of the first are read: {some(twice)}"
+            problems.append(Problem("duplicate-tensor", line, only_one(twice)))
+        tensors |= {key: value for key, value in part.tensors.items() if key not in tensors}
+    return Member(
+        format=parts[0].format,
+        tensors=tensors,
+        objects=[path for part in parts for path in part.objects],
+        meta=ChainMap(*(part.meta for part in parts)),  # type: ignore[arg-type]
+        named=lambda rest: ChainMap(*(part.named(rest) for part in parts)),  # type: ignore[arg-type]
+        files={path: info for part in parts for path, info in part.files.items()},
+        stored=ChainMap(*(part.raw for part in parts)),  # type: ignore[arg-type]
+        reshaped={key: shape for part in parts for key, shape in part.reshaped.items()},
+        problems=[line for part in parts for line in part.problems],
     )
 
 

@@ -21,6 +21,7 @@ _OTHER = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
 _DISTRIBUTED = ("metadata.json", "common.pt", ".metadata")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION = re.compile(r"iter_(\d{7,})")
+_VERL = re.compile(r"global_step_\d+")  # steps of verl, which has the same tracker
 
 
 @dataclass(slots=True)
@@ -142,7 +143,7 @@ def is_legacy(source: Source) -> bool:
     if TRACKER not in source.entries and folder != "":  # other writers may use the name, too
         return any(_RANK.fullmatch(name) for folder in _iterations(source) for name in source.inside(folder))
     if folder is None:
-        return True
+        return not any(map(_VERL.fullmatch, source.entries))
     names = source.inside(folder)
     return not any(name in names for name in _DISTRIBUTED) and (bool(folder) or any(map(_RANK.fullmatch, names)))
 

@@ -20,6 +20,7 @@ _NAME = re.compile(
     r"(?P<stem>.*?)(?:(?:^|[._-])world_size_(?P<world>\d{1,7}))?(?:^|[._-])rank[._-]?(?P<rank>\d{1,7})\.(?:pt|pth|bin|ckpt)"
 )
 _SAVES = re.compile(r"ep\d+-ba\d+|latest")  # of Composer: one item, saved several times
+_WHOLE = re.compile(r"(?:ep\d+-ba\d+|latest)-rank0\.pt")  # without sharding, rank 0 saves all, and each file is a save
 _OTHERS = ("optim", "extra", "rng", "random", "sched", "lr_sched", "dataloader", "train_state", "trainer")
 # if these are in the folder, they are the model, and the rank files are another part of the save
 _MODELS = re.compile(r".*\.safetensors|pytorch_model.*\.bin|.*\.index\.json")
@@ -57,7 +58,10 @@ class Series:
 
 def recognised(entries: Mapping[str, Entry]) -> bool:
     """Return whether a folder is one of rank files, from its listing."""
-    stems = {m["stem"] for name, e in entries.items() if not e.is_dir and (m := _NAME.fullmatch(name))}
+    names = {name: m for name, e in entries.items() if not e.is_dir and (m := _NAME.fullmatch(name))}
+    stems = {m["stem"] for m in names.values()}
+    if all(map(_WHOLE.fullmatch, names)):
+        return False
     if not any(not stem.startswith(_OTHERS) for stem in stems):
         return False
     return not any(_MODELS.fullmatch(name) and not _NAME.fullmatch(name) for name in entries)

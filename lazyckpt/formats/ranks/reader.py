@@ -37,7 +37,12 @@ from .flat import FLAT, Hints, Split, split
 from .optim import join
 from .records import Records, is_dtensor, is_sharded
 
-_JSON = {"fsdp_config.json": "fsdp_config", "config.json": "config", "huggingface/config.json": "config"}
+_JSON = {
+    "fsdp_config.json": "fsdp_config",
+    "lora_train_meta.json": "lora_train_meta",  # of verl: rank and alpha of the adapter
+    "config.json": "config",
+    "huggingface/config.json": "config",
+}
 _MESH = {"tp": "tp", "pp": "pp", "ep": "ep"}  # names of mesh dimensions; all others are data-parallel
 _SMALL = 1 << 20  # the most elements of a mesh tensor that is read
 

@@ -24,6 +24,8 @@ from .wrappers import by_names, label, owner
 MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
 # torchtitan/components/checkpoint.py: these keys are at the same level as the model's names
 _NO_MODELS = ("train_state", "lr_scheduler", "dataloader")
+# composer/utils/checkpoint.py `_save_checkpoint`: random states beside the level of "state", which has all the rest
+_RANDOM = "rng"
 
 Slots = Mapping[str, Mapping[str, TensorSpec]]  # parameter -> name of the state -> tensor
 
@@ -111,8 +113,12 @@ def sort(
     slots: dict[Path, dict[str, dict[str, TensorSpec]]] = {}  # optimizer -> parameter -> state
     flat: list[tuple[Path, str, TensorSpec]] = []
     doubled: set[str] = set()
+    beside: list[str] = []
     found = Sorted()
     for key, (path, spec) in tensors.items():
+        if skip and path[0] == _RANDOM:
+            beside.append(key)
+            continue
         root = _optimizer(path, skip, grouped)
         if root is not None and path[len(root)] == "state" and len(path) > len(root) + 2:
             name, state = str(path[len(root) + 1]), ".".join(map(str, path[len(root) + 2 :]))
@@ -164,6 +170,7 @@ def sort(
                     spec = renamed(spec, name)
                     table[name] = replace(spec, rule=rule) if rule and not spec.rule else spec
     found.states |= _copies(tensors, skip, weights, found)
+    found.rest += beside
     whole = {state: any(s.shape for s in table.values()) for state, table in found.states.items()}
     found.states = dict(sorted(found.states.items(), key=lambda item: item[0] != "weights" and not whole[item[0]]))
     return found
@@ -212,15 +219,16 @@ def _copies(
 
 
 def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
-    """Return the number of outer levels around the state dict: 1 for {"app": {"model": ..., "optim": ...}}."""
-    everything = [*paths, *objects]
+    """Return the number of outer levels around the state dict: 1 for {"app": {"model": ..., "optim": ...}}, and for
+    {"state": {"model": ..., "optimizers": ...}, "rng": ...}."""
+    everything = [p for p in (*paths, *objects) if p[:1] != (_RANDOM,)]
     depth = 0
     while everything and all(len(p) > depth + 1 and p[depth] == everything[0][depth] for p in everything):
         top = everything[0][depth]
         if (
             top in MODELS
             or str(top).startswith("optim")
-            or not any(p[depth + 1] in MODELS for p in paths if len(p) > depth + 2)
+            or not any(p[depth + 1] in MODELS for p in paths if len(p) > depth + 2 and p[0] != _RANDOM)
         ):
             break
         depth += 1

@@ -207,7 +207,7 @@ def _read(source: Source) -> Index:
         )
         problems.append(Problem("other-checkpoint", line, chosen))
     if whole is not None:
-        ordered, model = _as_member(whole)
+        ordered, model = as_member(whole)
         by = "order" if ordered else "shape"
         members += [(("model",), model), ((), _only_meta(whole.meta))]
         meta = dict(whole.meta)
@@ -330,7 +330,7 @@ def _only_meta(meta: Mapping[str, Any]) -> Member:
     return Member("", {}, [], meta, lambda _: meta, {})
 
 
-def _as_member(whole: Index) -> tuple[bool, Member]:
+def as_member(whole: Index) -> tuple[bool, Member]:
     """Return whether the weights of a Hugging Face folder are in the order of the modules, and the weights as a
     member."""
     weights = whole.states["weights"]

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...core.expr import relocated
-from ...core.index import FileInfo, Index
+from ...core.index import Index
 from ...core.names import natural
 from ...core.specs import TensorSpec
 from ...errors import LazyckptError, MissingFileError, Problem, cannot_read
@@ -24,6 +23,7 @@ from ...io.containers.pickle.plain import Path
 from ...layouts.tables import pattern
 from .. import huggingface
 from ..reader import Reader, Source
+from ..shared.below import below
 from ..shared.members import Member, together
 from ..shared.naming import By
 from ..torch_save import member
@@ -100,7 +100,7 @@ def _weights(source: Source, names: list[str]) -> Index:
     """Index the weights of an epoch, from its folder or its files. Raises the errors of reading."""
     store = source.store
     if source.entries[names[0]].is_dir:
-        return _below(huggingface.read(Source(store.below(names[0]))), names[0])
+        return below(huggingface.read(Source(store.below(names[0]))), names[0])
     shards = {name: huggingface.read_shard(store, name) for name in names}
     specs = {key: spec for shard in shards.values() for key, spec in shard.specs.items()}
     return Index(
@@ -111,16 +111,6 @@ def _weights(source: Source, names: list[str]) -> Index:
         aliases={a: o for shard in shards.values() for a, o in shard.aliases.items()},
         problems=tuple(line for shard in shards.values() for line in shard.problems),
     )
-
-
-def _below(index: Index, folder: str) -> Index:
-    """Turn the index of a subfolder into one relative to the parent folder."""
-    files: dict[str, FileInfo] = {f"{folder}/{path}": info for path, info in index.files.items()}
-    states = {
-        state: {name: relocated(spec, folder) for name, spec in table.items()} for state, table in index.states.items()
-    }
-    stored = {name: relocated(spec, folder) for name, spec in (index.stored or {}).items()}
-    return replace(index, states=states, stored=stored, files=files)
 
 
 def _member(weights: Index) -> Member:

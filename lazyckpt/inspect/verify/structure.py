@@ -107,14 +107,15 @@ def located(store: Store, archives: Mapping[str, Sequence[Archive]]) -> None:
 
 # Format -> the file that its writer writes last, beside the folders of the checkpoints; or another that does for it.
 _MARKS = {"deepspeed": ("latest", "latest_universal"), "megatron": ("latest_checkpointed_iteration.txt",)}
+_VERL = "dist_ckpt/"
 _STEP = re.compile(r"(?:checkpoint|global_step|step|iter)[-_]?0*(\d+)")
 
 
 def marks(store: Store, view_format: str, paths: Iterable[str]) -> Iterator[Finding]:
     """Yield a finding if the folder lacks the file that says which of the checkpoints in it was saved last."""
     names = next((names for family, names in _MARKS.items() if view_format.split("-")[0] == family), ())
-    if not names or any("/" not in path and path not in names for path in paths):
-        return  # the folder of one checkpoint, whose mark is beside it
+    if not names or any(("/" not in path and path not in names) or _VERL in path for path in paths):
+        return  # the folder of one checkpoint, whose mark is beside it, or (verl) beside the folder around it
     try:
         there = set(store.list())
     except (LazyckptError, OSError):

@@ -29,6 +29,17 @@ FILES = {
     "trainers.optimizer": ("trainers", "trainer_gpt2", "ckpt/checkpoint-4", "optimizer.pt", "zip"),
     "trainers.sharding": ("trainers", "torch_checkpointing", "ckpt", "metadata.pkl", "pickle"),
     "trainers.lightning": ("trainers", "lightning_fsdp", "ckpt", "meta.pt", "zip"),
+    "trainers.verl-manifest": ("verl", "verl_megatron_vpp", "ckpt", "ckpt_contents.json", "json"),
+    "trainers.verl-config": ("verl", "verl_megatron_vpp", "ckpt", "transformer_config.json", "json"),
+    "trainers.litgpt": ("run_folders", "litgpt_pretrain", "ckpt/final", "model_config.yaml", "text"),
+    "trainers.colossalai-index": (
+        "run_folders", "colossalai_sharded", "ckpt/epoch-0_step-2", "optimizer/pytorch_optim.bin.index.json", "json"
+    ),
+    "trainers.colossalai-groups": (
+        "run_folders", "colossalai_sharded", "ckpt/epoch-0_step-2", "optimizer/pytorch_optim_group.bin", "zip"
+    ),
+    "trainers.levanter": ("run_folders", "levanter_steps", "ckpt/step-2", "metadata.json", "json"),
+    "trainers.mlx": ("run_folders", "mlx_npz", "ckpt", "weights.npz", "zip"),
     "ranks.file": ("rank_files", "verl_one", "ckpt", "model_world_size_1_rank_0.pt", "zip"),
     "ranks.config": ("rank_files", "verl_one", "ckpt", "fsdp_config.json", "json"),
     "deepspeed.model": ("deepspeed_zero", "zero2_bf16_dp1", "ckpt", "global_step3/mp_rank_00_model_states.pt", "zip"),
