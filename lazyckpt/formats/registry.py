@@ -28,6 +28,7 @@ _BUILTIN = (
     ("zarr.reader", "READER", True),  # no other format has its metadata documents
     ("orbax.reader", "READER", False),
     ("deepspeed.reader", "READER", False),
+    ("megatron.nemo", "READER", False),  # (its folders of ranks have the names of Megatron-LM's)
     ("megatron.reader", "READER", False),
     ("megatron.dist", "READER", False),
     ("megatron.fsdp", "READER", False),

@@ -14,7 +14,7 @@ import itertools
 import json
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -26,7 +26,7 @@ from ...core.specs import TensorSpec, renamed
 from ...errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.plain import Path
 from ...io.storage.base import Entry, Store
-from ...layouts.megatron import is_expert
+from ...layouts.megatron import is_expert, without_module
 from ...layouts.merge import decide, user_rules
 from .. import torch_save as torchsave
 from ..dcp import reader as dcp
@@ -165,13 +165,13 @@ def is_dist(source: Source) -> bool:
 def read_dist(source: Source) -> Index:
     """Index the folder, or its iteration to read. Raises what `read` does, and FormatError for malformed rules."""
     if _is_here(source.store, "", source.entries):
-        return _without_padding(read(source.store), source.rules)
+        return with_rules(read(source.store), source.rules)
     folder = find_iteration(source) or ""
-    index = _without_padding(read(source.store, folder), source.rules)
+    index = with_rules(read(source.store, folder), source.rules)
     return replace(index, problems=(*unfinished(source, folder), *index.problems))
 
 
-def _without_padding(index: Index, rules: Mapping[str, Any]) -> Index:
+def with_rules(index: Index, rules: Mapping[str, Any]) -> Index:
     """Apply the user's rules. The tensors are whole, so only "rows" has an effect. Raises FormatError for a malformed
     rule."""
     if not rules:
@@ -197,8 +197,9 @@ def _is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:
     return b'"sharded_backend"' in bytes(store.read(posixpath.join(folder, _ABOUT), 0, min(about.info.size, _HEAD)))
 
 
-def read(store: Store, folder: str = "") -> Index:
-    """Index such a folder. Raises CorruptError, FormatError (unknown backend), MissingFileError."""
+def read(store: Store, folder: str = "", described: Any = None, by: str = "") -> Index:
+    """Index such a folder. ``described``: the arguments that the file ``by`` describes, if common.pt has none. Raises
+    CorruptError, FormatError (unknown backend), MissingFileError."""
     problems: list[Problem] = []
     there = listing(store, folder)
     announce(store, [posixpath.join(folder, name) for name in (_ABOUT, "common.pt", ".metadata") if name in there])
@@ -214,7 +215,7 @@ def read(store: Store, folder: str = "") -> Index:
     except LazyckptError as e:
         problems.append(cannot_read(path, e, ", nor the arguments of the run and the schedule in it"))
     whole = together(_FORMATS[backend], members)
-    args = common["args"] if hasattr(common.get("args"), "__dict__") else None
+    args = common["args"] if hasattr(common.get("args"), "__dict__") else described
     states, unknown = _states(tensors, args)
     if len(members) > 1:
         states |= _steps(members[0][1], states)
@@ -258,16 +259,19 @@ def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]]
     by_key: dict[str, dict[str, TensorSpec]] = {}
     buffers: dict[str, TensorSpec] = {}
     inside: set[str] = {path[0] for path in member.objects if path}  # type: ignore[misc]
+    bare = _bare_keys(member.tensors)
     for key, (_, spec) in member.tensors.items():
         match = _STATE.fullmatch(key)
         if match is not None:
             state = _NAMES.get(match["state"], match["state"])
             whole = regridded(spec, member.reshaped.get(key))
-            by_key.setdefault(state, {})[match["key"]] = renamed(whole, match["key"])
+            name = bare.get(match["key"], match["key"])
+            by_key.setdefault(state, {})[name] = renamed(whole, name)
         elif _BUFFER.match(key):
             buffers[key] = spec
         elif not key.endswith("_extra_state") and not any(key.startswith(f"{name}.") for name in inside):
-            by_key.setdefault("weights", {})[key] = regridded(spec, member.reshaped.get(key))
+            name = bare.get(key, key)
+            by_key.setdefault("weights", {})[name] = renamed(regridded(spec, member.reshaped.get(key)), name)
     local = _local(args)
     states = {state: logical(keys, local) for state, keys in by_key.items()}
     problems = []
@@ -288,6 +292,12 @@ def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]]
     order = ["weights", "fp32"]
     states = dict(sorted(states.items(), key=lambda item: order.index(item[0]) if item[0] in order else 2))
     return states, problems
+
+
+def _bare_keys(keys: Collection[str]) -> dict[str, str]:
+    """Return the keys of weights in Megatron's model for keys in a module of NeMo around it."""
+    own = [k for k in keys if not _STATE.fullmatch(k) and not _BUFFER.match(k) and not k.endswith("_extra_state")]
+    return without_module([k for k in own if not k.startswith("optimizer.")])
 
 
 def _steps(common: Member, states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:

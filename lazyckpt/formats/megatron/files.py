@@ -8,10 +8,13 @@ Writer: Megatron-LM megatron/training/checkpointing.py `get_checkpoint_name` and
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, MissingFileError, Problem, only_one, some
+from ...layouts.megatron import Degrees
 from ..reader import Source
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -36,17 +39,28 @@ class RankFolder:
 
 @dataclass(slots=True)
 class Iteration:
-    """The rank folders of one iteration. ``folder``: the iteration's path; ``notes``: problems with its other files."""
+    """The rank folders of one iteration. ``folder``: the iteration's path; ``notes``: problems with its other files;
+    ``unwrap``: makes Megatron's dict of the content of a file that another writer wrote; ``named``: the path of the file
+    of a tensor- and pipeline-parallel rank, from the two degrees and ranks."""
 
     folder: str
     ranks: list[RankFolder] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
+    unwrap: Callable[[dict[Any, Any]], dict[Any, Any]] | None = None
+    named: Callable[[Degrees, int, int], str] | None = None
 
     @property
     def number(self) -> int | None:
         """The iteration in the folder's name; None for ``release``, and if the iteration folder itself was opened."""
         found = _ITERATION.fullmatch(self.folder)
         return int(found[1]) if found else None
+
+    def path_of(self, d: Degrees, tp: int, pp: int) -> str:
+        """Return the path of the file that a rank should have."""
+        if self.named is not None:
+            return self.named(d, tp, pp)
+        name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if d.pp > 1 else "") + ("_*" if d.ep > 1 else "")
+        return f"{self.folder}/{name}/{MODEL[0]}".lstrip("/")
 
 
 def rank_folders(source: Source, folder: str) -> Iteration:

@@ -20,7 +20,7 @@ from ..reader import Reader, Source
 from ..shared.paths import grouped
 from ..shared.rank_shards import Shard
 from ..torch_save import warnings
-from .files import find_ranks, is_legacy
+from .files import Iteration, find_ranks, is_legacy
 from .gather import Gathered
 from .layers import offsets, planned
 from .ranks import Grid, read_grid
@@ -133,10 +133,14 @@ _ORDER = ("weights", "fp32", "exp_avg", "exp_avg_sq")
 
 def read(source: Source) -> Index:
     """Index the iteration that `find_ranks` selects."""
-    found = find_ranks(source)
+    return read_ranks(source, find_ranks(source))
+
+
+def read_ranks(source: Source, found: Iteration) -> Index:
+    """Index the files of some ranks."""
     grid = read_grid(source.store, found)
     first = grid.first
-    label = f"{first.folder.name}/{first.folder.model.rpartition('/')[2]}/"
+    label = f"{first.folder.name}/{first.folder.model.rpartition('/')[2]}/".lstrip("/")
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, label)
     for problem in warnings(first.file.path, first.file, plain):
         grid.report(problem)
