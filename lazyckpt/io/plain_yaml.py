@@ -79,12 +79,16 @@ def _check(root: Any, budget: Budget) -> None:
                 raise CorruptError(f"{budget.where}: it has a merge key (<<), which no writer of checkpoints writes")
             twice = next((key for key, count in Counter(keys).items() if count > 1), None)
             if twice is not None:
-                raise CorruptError(f"{budget.where}: the key {short(twice)} is there twice: which one counts is unknown")
+                raise CorruptError(
+                    f"{budget.where}: the key {short(twice)} is there twice: which one counts is unknown"
+                )
             inner = [one for pair in node.value for one in pair]
         elif isinstance(node, yaml.SequenceNode):
             inner = node.value
         elif node.tag != _TEXT and len(node.value) > _LONGEST:
-            raise CorruptError(f"{budget.where}: a number or date of {len(node.value):,} characters: damaged or hostile")
+            raise CorruptError(
+                f"{budget.where}: a number or date of {len(node.value):,} characters: damaged or hostile"
+            )
         total = 1 + sum(size_of(one, level + 1, above | {id(node)}) for one in inner)
         sizes[id(node)] = total
         return total

@@ -15,6 +15,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -134,6 +135,16 @@ def _speech(out: Path) -> None:
     (out / "info.json").write_text("{}")
 
 
+def _without_tensorstore() -> None:
+    """NeMo imports a loader of the zarr backend that megatron-core has no more since 0.16; it saves nothing."""
+    from megatron.core.dist_checkpointing import strategies
+
+    if not hasattr(strategies, "tensorstore"):
+        module = ModuleType(f"{strategies.__name__}.tensorstore")
+        module.TensorStoreLoadShardedStrategy = type("TensorStoreLoadShardedStrategy", (), {})  # type: ignore[attr-defined]
+        sys.modules[module.__name__] = strategies.tensorstore = module
+
+
 class _Untrained:
     """In place of an optimizer, of which NeMo's archives have nothing."""
 
@@ -153,7 +164,10 @@ def _case(spec: NemoSpec, rank: int, out: Path) -> None:
     truth = gather(spec.model, chunks, _Untrained())
     model = Float16Module(config_of(spec.model), chunks[0]) if spec.half else chunks[0]
     state = AppState()
-    state.tensor_model_parallel_size, state.tensor_model_parallel_rank = spec.model.tp, mpu.get_tensor_model_parallel_rank()
+    state.tensor_model_parallel_size, state.tensor_model_parallel_rank = (
+        spec.model.tp,
+        mpu.get_tensor_model_parallel_rank(),
+    )
     state.pipeline_model_parallel_size = spec.model.pp
     state.pipeline_model_parallel_rank = mpu.get_pipeline_model_parallel_rank()
     state.data_parallel_size, state.data_parallel_rank = spec.model.dp, mpu.get_data_parallel_rank()
@@ -196,6 +210,7 @@ def main(folder: Path, only: list[str]) -> None:
     from .megatron_cpu import patch
 
     patch()
+    _without_tensorstore()
     worlds = {name: 1 if spec is None else spec.model.world for name, spec in CASES.items()}
     with tempfile.TemporaryDirectory() as scratch:
         for world in sorted(set(worlds.values())):

@@ -73,9 +73,10 @@ def nemo_args(config: Mapping[Any, Any], core: bool) -> Namespace:
     gated = {name.endswith("glu") and (core or name.startswith("fast-")) for name in activations}
     if len(gated) == 1:
         args.swiglu = gated.pop()
+    if isinstance(config.get("transformer_engine"), bool):
+        args.transformer_impl = "transformer_engine" if config["transformer_engine"] else "local"
     for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"):
         values = {part[key] for part in parts if type(part.get(key)) is int}
         if not hasattr(args, key) and len(values) == 1 and key != "num_layers":
             setattr(args, key, values.pop())
     return args
-

@@ -14,6 +14,7 @@ import itertools
 import json
 import posixpath
 import re
+from collections import ChainMap
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod
@@ -38,6 +39,7 @@ from ..torch_save import member as torch_member
 from ..zarr.grid import Array, Packing
 from ..zarr.metadata import array_v2
 from ..zarr.packing import NoTensorError
+from .described import CONTEXT, STATE, WEIGHTS, Described, contradictions, described, described_by_context
 from .files import find_iteration, unfinished
 from .mesh import mesh_of
 from .reshardable import by_parameter
@@ -156,7 +158,7 @@ def is_dist(source: Source) -> bool:
     """Return whether the folder is such a checkpoint, or the iteration to read in it is one."""
     if source.path:
         return False
-    if _is_here(source.store, "", source.entries):
+    if _is_here(source.store, "", source.entries) or _has_context(source):
         return True
     folder = find_iteration(source, strict=False)
     return bool(folder) and _is_here(source.store, folder or "", source.inside(folder or ""))
@@ -165,10 +167,21 @@ def is_dist(source: Source) -> bool:
 def read_dist(source: Source) -> Index:
     """Index the folder, or its iteration to read. Raises what `read` does, and FormatError for malformed rules."""
     if _is_here(source.store, "", source.entries):
-        return with_rules(read(source.store), source.rules)
+        return with_rules(read(source.store, "", described(source.store, "", source.entries)), source.rules)
+    if _has_context(source):
+        about = described_by_context(source.store, source.inside(CONTEXT))
+        return with_rules(read(source.store, WEIGHTS, about), source.rules)
     folder = find_iteration(source) or ""
-    index = with_rules(read(source.store, folder), source.rules)
+    about = described(source.store, folder, source.inside(folder))
+    index = with_rules(read(source.store, folder, about), source.rules)
     return replace(index, problems=(*unfinished(source, folder), *index.problems))
+
+
+def _has_context(source: Source) -> bool:
+    """Return whether the folder is one of NeMo 2."""
+    return all(n in source.entries and source.entries[n].is_dir for n in (CONTEXT, WEIGHTS)) and _is_here(
+        source.store, WEIGHTS, source.inside(WEIGHTS)
+    )
 
 
 def with_rules(index: Index, rules: Mapping[str, Any]) -> Index:
@@ -197,10 +210,11 @@ def _is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:
     return b'"sharded_backend"' in bytes(store.read(posixpath.join(folder, _ABOUT), 0, min(about.info.size, _HEAD)))
 
 
-def read(store: Store, folder: str = "", described: Any = None, by: str = "") -> Index:
-    """Index such a folder. ``described``: the arguments that the file ``by`` describes, if common.pt has none. Raises
+def read(store: Store, folder: str = "", about: Described | None = None) -> Index:
+    """Index such a folder. ``about``: what is described beside it; the arguments in common.pt take precedence. Raises
     CorruptError, FormatError (unknown backend), MissingFileError."""
-    problems: list[Problem] = []
+    about = about or Described()
+    problems = list(about.problems)
     there = listing(store, folder)
     announce(store, [posixpath.join(folder, name) for name in (_ABOUT, "common.pt", ".metadata") if name in there])
     backend = _backend(store, folder, problems)
@@ -214,17 +228,26 @@ def read(store: Store, folder: str = "", described: Any = None, by: str = "") ->
         members.insert(0, ((), member))
     except LazyckptError as e:
         problems.append(cannot_read(path, e, ", nor the arguments of the run and the schedule in it"))
+    path = posixpath.join(folder, STATE)
+    if STATE in there:  # of Megatron-Bridge
+        try:
+            members.append((("train_state",), torchsave.member(store, path, f"{STATE}/")))
+        except LazyckptError as e:
+            problems.append(cannot_read(path, e))
     whole = together(_FORMATS[backend], members)
-    args = common["args"] if hasattr(common.get("args"), "__dict__") else described
+    own = common.get("args")
+    args = own if hasattr(own, "__dict__") else about.args
     states, unknown = _states(tensors, args)
-    if len(members) > 1:
+    if common:
         states |= _steps(members[0][1], states)
+    problems += contradictions(about, states.get("weights", {}), (path[0] for path in tensors.objects if path))
+    more = about.meta if args is None or args is own else {"args": args, **about.meta}
     return Index(
         format=whole.format,
         states=states or {"weights": {}},
-        files=whole.files,
+        files={**whole.files, **about.files},
         stored=whole.stored,
-        meta=whole.meta,
+        meta=ChainMap(more, whole.meta) if more else whole.meta,  # type: ignore[arg-type]
         mesh=mesh_of(args),
         problems=(*problems, *tensors.problems, *unknown),
     )

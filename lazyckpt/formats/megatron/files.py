@@ -40,8 +40,8 @@ class RankFolder:
 @dataclass(slots=True)
 class Iteration:
     """The rank folders of one iteration. ``folder``: the iteration's path; ``notes``: problems with its other files;
-    ``unwrap``: makes Megatron's dict of the content of a file that another writer wrote; ``named``: the path of the file
-    of a tensor- and pipeline-parallel rank, from the two degrees and ranks."""
+    ``unwrap``: makes Megatron's dict of the content of a file that another writer wrote; ``named``: the path of the
+    file of a tensor- and pipeline-parallel rank, from the degrees and the two ranks."""
 
     folder: str
     ranks: list[RankFolder] = field(default_factory=list)

@@ -25,6 +25,7 @@ from .. import torch_save as torchsave
 from ..reader import Reader, Source
 from . import dist
 from .config import nemo_args, read_config
+from .described import Described
 from .files import Iteration, RankFolder
 from .reader import read_ranks
 
@@ -70,12 +71,12 @@ def _read(source: Source) -> Index:
     if ranks:
         index = _of_ranks(source, config, ranks)
     elif found[0] == _FOLDER:
-        args = None if config is None else nemo_args(config, core=True)
-        index = dist.with_rules(dist.read(source.store, _FOLDER, args, CONFIG), source.rules)
+        about = Described() if config is None else Described(nemo_args(config, core=True), CONFIG)
+        index = dist.with_rules(dist.read(source.store, _FOLDER, about), source.rules)
     else:
         index = _of_file(source, config)
     meta = dict(index.meta) | ({} if config is None else {"model_config": config})
-    files = index.files | ({CONFIG: source.entries[CONFIG].info} if CONFIG in source.entries else {})
+    files = dict(index.files) | ({CONFIG: source.entries[CONFIG].info} if CONFIG in source.entries else {})
     return replace(index, format="nemo", meta=meta, files=files, problems=(*problems, *index.problems))
 
 

@@ -168,7 +168,7 @@ def read_ranks(source: Source, found: Iteration) -> Index:
         states=states,
         files=grid.files,
         indexed=grid.indexed,
-        meta=_meta(plain, found.folder),
+        meta=_meta(plain, found.folder) if found.unwrap is None else {**plain.meta, "args": grid.args},
         mesh=Mesh(grid.degrees.tp, grid.degrees.pp, data_parallel(grid.args, grid.degrees), grid.degrees.ep),
         problems=tuple(grid.problems),
         unreadable=lost_names(grid, g),
