@@ -62,6 +62,7 @@ class MegatronSpec:
     expert_bias: bool = False
     moe_freq: int | tuple[int, ...] = 1
     distributed: bool = False
+    layerwise: bool = False
     bucket: int | None = None
     first: int | None = None
     last: int | None = None
@@ -119,6 +120,8 @@ CASES: dict[str, MegatronSpec] = {
     ),
     "ep2_grouped_distopt": MegatronSpec(dp=2, ep=2, experts=4, bf16=True, grouped=True, distributed=True, seed=26),
     "tp2_dp2_mla_distopt": MegatronSpec(tp=2, dp=2, mla=True, bf16=True, distributed=True, seed=25),
+    "dp2_layerwise": MegatronSpec(dp=2, layers=3, groups=2, bf16=True, qkv_bias=True, layerwise=True, seed=27),
+    "tp2_dp2_ep2_layerwise": MegatronSpec(tp=2, dp=2, ep=2, experts=4, etp=2, bf16=True, layerwise=True, seed=28),
 }
 
 
@@ -318,7 +321,7 @@ def prepare(spec: MegatronSpec, chunks: list[Any]) -> tuple[Any, Any, Any]:
         params_dtype=config.params_dtype,
         use_distributed_optimizer=spec.distributed,
     )
-    optimizer = get_megatron_optimizer(options, wrapped)
+    optimizer = _layerwise(options, wrapped) if spec.layerwise else get_megatron_optimizer(options, wrapped)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -337,6 +340,22 @@ def prepare(spec: MegatronSpec, chunks: list[Any]) -> tuple[Any, Any, Any]:
     for chunk in wrapped:
         chunk.config = config
     return wrapped, optimizer, scheduler
+
+
+def _layerwise(options: Any, wrapped: list[Any]) -> Any:
+    """Muon, whose data-parallel ranks each update some layers. The package with Megatron's Muon is not on PyPI: torch's
+    takes its place, which keeps the same state."""
+    from megatron.core.optimizer import muon
+
+    class Muon(torch.optim.Muon):
+        def __init__(self, params: Any, lr: float, momentum_beta: float, weight_decay: float, **_: Any) -> None:
+            super().__init__(params, lr=lr, momentum=momentum_beta, weight_decay=weight_decay)
+
+    one = muon.LayerWiseDistributedOptimizer
+    one.allgather_params = one.broadcast_params  # gloo gathers only what is of one size
+    muon.TensorParallelMuon = Muon
+    muon.HAVE_EMERGING_OPTIMIZERS = True
+    return muon.get_megatron_muon_optimizer(options, wrapped, layer_wise_distributed_optimizer=True)
 
 
 def train(

@@ -329,7 +329,8 @@ def _steps(common: Member, states: Mapping[str, Mapping[str, TensorSpec]]) -> di
     counts = [
         spec for path, spec in common.tensors.values() if path[:1] == ("optimizer",) and path[-1] == "common_step"
     ]
-    names = next((table for state, table in states.items() if state not in ("weights", "fp32")), {})
+    others = {state: table for state, table in states.items() if state not in ("weights", "fp32")}
+    names = others.get("exp_avg", next(iter(others.values()), {}))  # (beside Adam, Muon counts no steps)
     if not counts or len(counts) > 2 or not names:
         return {}
     return {"step": {name: renamed(counts[-1] if is_expert(name) else counts[0], name) for name in names}}

@@ -20,7 +20,8 @@ from ..reader import Source
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = ("model_optim_rng.pt", "model_rng.pt")  # the second: with a distributed optimizer, until 2023
 OPTIM = "distrib_optim.pt"
-_OTHER = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
+_OTHER = re.compile(r"optim\.pt")
+_LAYERS = re.compile(r"layer_wise_optimizer_(\d{1,6})\.pt")
 _DISTRIBUTED = ("metadata.json", "common.pt", ".metadata")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -29,12 +30,14 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 @dataclass(slots=True)
 class RankFolder:
     """The files of one model-parallel rank. ``numbers``: the numbers in the folder's name; only the arguments in the
-    file show what they count. ``optim``: path of the distributed optimizer's file, "" if there is none."""
+    file show what they count. ``optim``: path of the distributed optimizer's file, "" if there is none; ``layers``:
+    the files of a layer-wise optimizer by data-parallel rank."""
 
     name: str
     numbers: tuple[int, ...]
     model: str
     optim: str = ""
+    layers: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -83,11 +86,12 @@ def rank_folders(source: Source, folder: str) -> Iteration:
             continue
         optim = f"{path}/{OPTIM}" if OPTIM in inside else ""
         numbers = tuple(int(n) for n in match.groups() if n is not None)
-        found.ranks.append(RankFolder(name, numbers, f"{path}/{model}", optim))
+        layers = {int(m[1]): f"{path}/{n}" for n in sorted(inside, key=natural) if (m := _LAYERS.fullmatch(n))}
+        found.ranks.append(RankFolder(name, numbers, f"{path}/{model}", optim, layers))
     if others:
         line = (
             f"{len(others):,} files of optimizer states that lazyckpt does not read (those of the distributed "
-            f"optimizer until 2023, and of layer-wise optimizers): {some(others)}"
+            f"optimizer until 2023): {some(others)}"
         )
         found.notes.append(Problem("ignored-file", line, only_one(others)))
     return found

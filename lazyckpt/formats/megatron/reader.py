@@ -23,6 +23,7 @@ from ..torch_save import warnings
 from .files import Iteration, find_ranks, is_legacy
 from .gather import Gathered
 from .layers import offsets, planned
+from .layerwise import add_layerwise
 from .ranks import Grid, read_grid
 from .weights import Attributes, Namer, add_buffers, add_states, add_weights, number_layers
 
@@ -153,6 +154,7 @@ def read_ranks(source: Source, found: Iteration) -> Index:
     namer = Namer(grid)
     add_weights(g, namer)
     add_states(g, namer, attributes)
+    add_layerwise(g, namer, source.store, attributes)
     add_buffers(g, namer, source.store)
     old = version(first.root)
     states: dict[str, dict[str, TensorSpec]] = {}

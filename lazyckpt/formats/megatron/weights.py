@@ -189,6 +189,8 @@ def add_states(g: Gathered, namer: Namer, attributes: Attributes) -> None:
     by name."""
     known: dict[Any, Any] = {}
     for rank in g.grid.ranks.values():
+        if rank.folder.layers:  # (the model's file repeats the first data-parallel rank's)
+            continue
         experts = namer.local_experts(rank.chunks[0])
         for n, part in enumerate(parts_of(rank.root.get("optimizer"))):
             table = _parameters(g.grid, namer, rank, part, n)
@@ -206,10 +208,10 @@ def add_states(g: Gathered, namer: Namer, attributes: Attributes) -> None:
                 if one.main is not None and isinstance(one.main.state, dict):
                     attributes.setdefault(name, one.main.state)
                 for state, value in one.states.items():
-                    _add_state(g, rank, state, name, value, experts)
+                    add_state(g, rank, state, name, value, experts)
 
 
-def _add_state(g: Gathered, rank: RankFile, state: str, name: str, value: StoredTensor, experts: int) -> None:
+def add_state(g: Gathered, rank: RankFile, state: str, name: str, value: StoredTensor, experts: int) -> None:
     if value.storage is None:
         return
     try:
