@@ -66,7 +66,7 @@ def test_a_damaged_file(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "new"),
-    [(b"dist_muon", b"just_muon"), (rb"(context_parallel_size(?:q.|r.{4})K)\x01", rb"\1\x02")],
+    [(b"dist_muon", b"just_muon"), (rb"(context_parallel_size(?:q.|r.{4})K)\x01", b"\\1\x02")],
     ids=["optimizer", "context-parallel"],
 )
 def test_states_of_writers_that_deal_otherwise_stay_undecided(run: Path, pattern: bytes, new: bytes) -> None:
