@@ -19,7 +19,7 @@ from typing import Any
 from ...core.index import FileInfo
 from ...core.specs import TensorSpec
 from ...errors import CorruptError, LazyckptError, Problem, cannot_read
-from ...io.limits import Budget, check_levels
+from ...io.limits import check_levels
 from ...io.storage.base import Entry, Store
 from ...layouts.megatron import number, place
 from .config import args_of, read_config
@@ -116,43 +116,48 @@ def _objects(store: Store, size: int) -> Any:
     except (ValueError, RecursionError) as e:
         raise CorruptError(f"{where} is no JSON ({e!r:.80}): the file is damaged") from None
     check_levels(where, value)
-    Budget(where, size).objects(0)
     return value
 
 
-def _strategy(objects: Any) -> dict[str, int]:
+def _strategy(graph: Any) -> dict[str, int]:
     """Return the degrees of the strategy in the graph of objects (nemo/lightning/pytorch/strategies/
-    megatron_strategy.py); {} if there is none, or if there are several that differ."""
-    table = objects.get("objects") if isinstance(objects, dict) else None
-    found = [
-        values
-        for one in (table.values() if isinstance(table, dict) else ())
-        if isinstance(one, dict) and _class_of(one).endswith("MegatronStrategy")
-        for values in [_attributes(one)]
-    ]
+    megatron_strategy.py `MegatronStrategy`); {} if there is none, or if there are several that differ. Arguments that
+    were not given are not written: the degrees are then 1."""
+    table = graph.get("objects") if isinstance(graph, dict) else None
+    table = table if isinstance(table, dict) else {}
+    found = [_numbers(one) for one in table.values() if _class_of(one, table) == "MegatronStrategy"]
     if not found or any(one != found[0] for one in found):
         return {}
-    return {name: found[0][name] for name in (*_DEGREES, *_MORE) if name in found[0]}
+    given = {name: found[0][name] for name in (*_DEGREES, *_MORE) if name in found[0]}
+    return {**dict.fromkeys(_DEGREES, 1), **given}
 
 
-def _class_of(one: Mapping[str, Any]) -> str:
-    metadata = one.get("metadata")
-    function = metadata.get("fn_or_cls") if isinstance(metadata, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    return name if isinstance(name, str) else ""
+def _class_of(one: Any, table: Mapping[str, Any]) -> Any:
+    """Return the name of the class that an object of the graph describes; None if it describes none."""
+    about = one.get("metadata") if isinstance(one, dict) else None
+    key = about.get("key") if isinstance(about, dict) else None
+    built = _attributes(table.get(key)).get("fn_or_cls") if isinstance(key, str) else None
+    return built.get("name") if isinstance(built, dict) else None
 
 
-def _attributes(one: Mapping[str, Any]) -> dict[str, int]:
-    """Return the attributes that are positive numbers (fiddle/experimental/serialization.py)."""
-    items = one.get("items")
+def _numbers(one: Any) -> dict[str, int]:
+    """Return the attributes of an object that are positive numbers."""
+    found = {}
+    for name, leaf in _attributes(one).items():
+        value = leaf.get("value") if isinstance(leaf, dict) else None
+        if type(value) is int and value > 0:
+            found[name] = value
+    return found
+
+
+def _attributes(one: Any) -> dict[str, Any]:
+    """Return the attributes of an object of the graph (fiddle/experimental/serialization.py)."""
+    items = one.get("items") if isinstance(one, dict) else None
     found = {}
     for pair in items if isinstance(items, list) else ():
-        if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[1], dict):
-            continue
-        match = _ATTRIBUTE.fullmatch(str(pair[0]))
-        value = pair[1].get("value")
-        if match is not None and type(value) is int and value > 0:
-            found[match[1]] = value
+        match = _ATTRIBUTE.fullmatch(str(pair[0])) if isinstance(pair, list) and len(pair) == 2 else None
+        if match is not None:
+            found[match[1]] = pair[1]
     return found
 
 
