@@ -20,7 +20,7 @@ from ..reader import Source
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = ("model_optim_rng.pt", "model_rng.pt")  # the second: with a distributed optimizer, until 2023
 OPTIM = "distrib_optim.pt"
-_OTHER = re.compile(r"optim\.pt")
+_SHARD = "optim.pt"
 _LAYERS = re.compile(r"layer_wise_optimizer_(\d{1,6})\.pt")
 _DISTRIBUTED = ("metadata.json", "common.pt", ".metadata")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -31,13 +31,15 @@ _ITERATION = re.compile(r"iter_(\d{7,})")
 class RankFolder:
     """The files of one model-parallel rank. ``numbers``: the numbers in the folder's name; only the arguments in the
     file show what they count. ``optim``: path of the distributed optimizer's file, "" if there is none; ``layers``:
-    the files of a layer-wise optimizer by data-parallel rank."""
+    the files of a layer-wise optimizer by data-parallel rank; ``shards``: those of the distributed optimizer until
+    2023, which are in folders of their own."""
 
     name: str
     numbers: tuple[int, ...]
     model: str
     optim: str = ""
     layers: dict[int, str] = field(default_factory=dict)
+    shards: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -69,7 +71,8 @@ class Iteration:
 def rank_folders(source: Source, folder: str) -> Iteration:
     """Find the rank folders in a folder. Those without a model file are reported."""
     found = Iteration(folder)
-    others: list[str] = []
+    shards: dict[str, dict[int, str]] = {}  # name of the model's folder -> data-parallel rank -> its file
+    lost: dict[str, Problem] = {}
     names = source.inside(folder)
     for name in sorted(names, key=natural):
         match = _RANK.fullmatch(name)
@@ -78,21 +81,23 @@ def rank_folders(source: Source, folder: str) -> Iteration:
         path = f"{folder}/{name}" if folder else name
         inside = source.inside(path)
         model = next((n for n in MODEL if n in inside), None)
-        others += [f"{path}/{n}" for n in sorted(inside, key=natural) if _OTHER.fullmatch(n)]
-        if model is None and "optim.pt" in inside:
+        if model is None and _SHARD in inside:
+            base, _, dp = name.rpartition("_")
+            shards.setdefault(base, {})[int(dp)] = f"{path}/{_SHARD}"
             continue
         if model is None:
-            found.notes.append(Problem("missing-file", f"{path} has no {MODEL[0]}: what this rank holds is lost", path))
+            lost[name] = Problem("missing-file", f"{path} has no {MODEL[0]}: what this rank holds is lost", path)
             continue
         optim = f"{path}/{OPTIM}" if OPTIM in inside else ""
         numbers = tuple(int(n) for n in match.groups() if n is not None)
         layers = {int(m[1]): f"{path}/{n}" for n in sorted(inside, key=natural) if (m := _LAYERS.fullmatch(n))}
         found.ranks.append(RankFolder(name, numbers, f"{path}/{model}", optim, layers))
+    found.notes += [problem for name, problem in lost.items() if name.rpartition("_")[0] not in shards]
+    for rank in found.ranks:
+        rank.shards.update(shards.pop(rank.name, {}))
+    others = [path for files in shards.values() for path in files.values()]
     if others:
-        line = (
-            f"{len(others):,} files of optimizer states that lazyckpt does not read (those of the distributed "
-            f"optimizer until 2023): {some(others)}"
-        )
+        line = f"{len(others):,} files of optimizer states belong to no model's file here: {some(others)}"
         found.notes.append(Problem("ignored-file", line, only_one(others)))
     return found
 

@@ -21,6 +21,7 @@ from ...core.box import Shape
 from ...errors import LazyckptError, Problem, cannot_read, some
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
+from ...io.limits import check_ranks
 from ...io.storage.base import Store
 from ...layouts.megatron import is_buffer, is_expert, number
 from ...layouts.tables import pattern
@@ -71,6 +72,7 @@ def _add(g: Gathered, namer: Namer, ranks: list[RankFile], files: list[_File], a
     there = {dp for rank in ranks for dp in rank.folder.layers}
     count = known or 1 + max(there)
     where = ranks[0].folder.model.rpartition("/")[0]
+    check_ranks(f"{where}: args.data_parallel_size", count, len(there))
     missing = [f"layer_wise_optimizer_{dp}.pt" for dp in range(count) if dp not in there]
     if missing:
         line = (
@@ -172,8 +174,8 @@ def _dealt(rows: _Rows, one: _File, shapes: Mapping[str, Shape], count: int, ep:
     at = {False: 0, True: 0}
     for key, n, k, expert in every:
         size = count // ep if expert else count
-        turn = [*range(size), *reversed(range(size))]
-        if turn[at[expert] % len(turn)] == (one.dp // ep if expert else one.dp):
+        turn = at[expert] % (2 * size)
+        if min(turn, 2 * size - 1 - turn) == (one.dp // ep if expert else one.dp):
             found[n][k].append(key)
         at[expert] += 1
     return found

@@ -20,6 +20,7 @@ from ..reader import Reader, Source
 from ..shared.paths import grouped
 from ..shared.rank_shards import Shard
 from ..torch_save import warnings
+from .dpshards import add_dp_shards
 from .files import Iteration, find_ranks, is_legacy
 from .gather import Gathered
 from .layers import offsets, planned
@@ -155,6 +156,7 @@ def read_ranks(source: Source, found: Iteration) -> Index:
     add_weights(g, namer)
     add_states(g, namer, attributes)
     add_layerwise(g, namer, source.store, attributes)
+    add_dp_shards(g, namer, source.store)
     add_buffers(g, namer, source.store)
     old = version(first.root)
     states: dict[str, dict[str, TensorSpec]] = {}

@@ -261,7 +261,11 @@ def add_buffers(g: Gathered, namer: Namer, store: Store) -> None:
         return
     for rank in g.grid.ranks.values():
         # (a rank that has no experts and is not the first expert-parallel one has nothing to save)
-        if not rank.folder.optim and (rank.rank.ep == 0 or any(is_expert(n) for c in rank.chunks for n in c)):
+        if (
+            not rank.folder.optim
+            and not rank.folder.shards
+            and (rank.rank.ep == 0 or any(is_expert(n) for c in rank.chunks for n in c))
+        ):
             line = f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt is missing: the states in it are lost"
             g.grid.report(Problem("missing-file", line, f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt"))
 
