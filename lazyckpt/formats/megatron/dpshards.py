@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ...core.dtypes import DType
+from ...core.dtypes import F32, DType
 from ...core.extents import Hole
 from ...core.flat import Joined
 from ...core.specs import Fragment
-from ...deferred import torch
 from ...errors import LazyckptError, Problem, cannot_read
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
@@ -158,7 +157,7 @@ def _states(
     found: list[tuple[_Piece, dict[str, StoredTensor]]] = []
     for group, decay, mains in zip(groups, decays, masters, strict=True):
         own = [piece for piece in pieces if _decays(piece.key, table) == decay]
-        half = [piece for piece in own if table[piece.key][0].dtype != torch.float32]
+        half = [piece for piece in own if table[piece.key][0].dtype is not F32]
         own = [*(piece for piece in own if piece not in half), *half]
         ids = group.get("params")
         if not isinstance(ids, list) or len(ids) != len(own) or len(mains) != len(half):
