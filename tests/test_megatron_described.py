@@ -21,6 +21,7 @@ import lazyckpt
 from lazyckpt.testing.oracle import same
 
 from .writers import Case
+from .writers.megatron_fsdp import load_case as load_fsdp
 
 CASE = "tp2_pp2_bf16"
 MODEL = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "gated_linear_unit": True}
@@ -170,3 +171,22 @@ def test_the_generators_say_how_many_ranks_there_were(megatron_cases: dict[str, 
     (folder / "iter_0000003" / "run_config.yaml").write_text(yaml.safe_dump(config))
     (problem,) = lazyckpt.open(folder).problems
     assert problem.code == "inconsistent-metadata" and "tensor_model_parallel_size = 8, the checkpoint has 2" in problem
+
+
+def test_megatron_bridge_with_megatron_fsdp(checkpoints: Any, tmp_path: Path) -> None:
+    case = load_fsdp(checkpoints("megatron_fsdp"), "dp2")
+    folder = Path(shutil.copytree(case.path, tmp_path / "run"))
+    (folder / "iter_0000003" / "run_config.yaml").write_text(yaml.safe_dump(BRIDGE))
+    view = lazyckpt.open(folder)
+    assert (view.format, view.problems, view.mesh) == ("megatron-fsdp", (), lazyckpt.Mesh(dp=2))
+    assert view.meta["run_config"] == BRIDGE and view.meta["args"].num_layers == 2, "Megatron-LM's own arguments"
+
+
+def test_common_pt_of_both_kinds_of_torch_save(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+    folder = written(megatron_cases, tmp_path / "iter_0000003")
+    common = {"iteration": 3, "optimizer": {"state": {"common_step": torch.tensor(7.0)}}}
+    for zipped in (True, False):
+        torch.save(common, folder / "common.pt", _use_new_zipfile_serialization=zipped)
+        view = lazyckpt.open(folder, cache=False)
+        assert view.problems == () and view.meta["iteration"] == 3
+        assert {float(t[...]) for t in view.states["step"].values()} == {7.0}
