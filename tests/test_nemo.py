@@ -224,6 +224,30 @@ def test_models_of_nemo_itself(tmp_path: Path, activation: str, fused: bool) -> 
         same(view[name.removeprefix("model.")][...], whole, name)
 
 
+def test_stacks_of_an_encoder_and_a_decoder_on_stages(tmp_path: Path) -> None:
+    """T5, whose encoder is on the first stage and whose decoder is on the next two; and a module with a number that no
+    rule explains."""
+    torch.manual_seed(1)
+    head = "enc_dec_model.{}.model.layers.{}.input_layernorm.weight"
+    stages = [
+        {head.format("encoder", 0): torch.randn(4), head.format("encoder", 1): torch.randn(4)},
+        {head.format("decoder", 0): torch.randn(4), "enc_dec_model.adapters.0.weight": torch.randn(3)},
+        {head.format("decoder", 0): torch.randn(4), "enc_dec_model.adapters.0.weight": torch.randn(3)},
+    ]
+    path = tmp_path / "t5.nemo"
+    with tarfile.open(path, "w") as archive:
+        _add(archive, "model_config.yaml", b"tensor_model_parallel_size: 1\npipeline_model_parallel_size: 3\n")
+        for pp, tensors in enumerate(stages):
+            data = io.BytesIO()
+            torch.save(tensors, data)
+            _add(archive, f"tp_rank_00_pp_rank_{pp:03d}/model_weights.ckpt", data.getvalue())
+    view = lazyckpt.open(path)
+    same(view[head.format("encoder", 1)][...], stages[0][head.format("encoder", 1)], "encoder")
+    same(view[head.format("decoder", 0)][...], stages[1][head.format("decoder", 0)], "decoder")
+    same(view[head.format("decoder", 1)][...], stages[2][head.format("decoder", 0)], "decoder, last stage")
+    assert len(view) == 4 and [p.code for p in view.problems] == ["unnumbered-layer"]
+
+
 def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
     info = tarfile.TarInfo(name)
     info.size = len(data)

@@ -45,7 +45,8 @@ class RankFile:
 @dataclass(slots=True)
 class Grid:
     """The ranks of one save. ``lost``: (tp, pp) -> its missing file; ``lost_experts``: (pp, ep) -> the same, where the
-    file of an expert-tensor-parallel rank is missing; ``first``: the file whose arguments are used for all."""
+    file of an expert-tensor-parallel rank is missing; ``first``: the file whose arguments are used for all;
+    ``unnumbered``: names that several stages have for layers whose numbers in the model are not known."""
 
     degrees: Degrees
     ranks: dict[tuple[int, int, int], RankFile]
@@ -55,6 +56,7 @@ class Grid:
     indexed: Indexed
     problems: dict[Problem, None]  # in order, each once
     lost_experts: dict[tuple[int, int], Hole] = field(default_factory=dict)
+    unnumbered: set[str] = field(default_factory=set)
 
     def report(self, problem: Problem) -> None:
         self.problems[problem] = None

@@ -8,11 +8,12 @@ from typing import Any
 from ...core.box import Shape, c_strides
 from ...core.dtypes import DType
 from ...core.extents import Extent
-from ...errors import LazyckptError, Problem, cannot_read
+from ...errors import LazyckptError, Problem, cannot_read, some
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
 from ...io.storage.base import Store
 from ...layouts.megatron import Place, flag, is_buffer, is_expert, is_head, number, place, stack_of, tied_to
+from ...layouts.tables import pattern
 from ..torch_save import crc_of
 from .gather import Gathered, stacked
 from .layers import contiguous, offsets, planned
@@ -51,6 +52,8 @@ class Namer:
         tensors = rank.chunks[chunk]
         expert = rank.rank.ep * self.local_experts(tensors)
         for name in tensors:
+            if name in self._grid.unnumbered:
+                continue
             at = self.place(name)
             first = 0 if at.layer is None else starts.get(at.head)
             if first is None:
@@ -103,6 +106,7 @@ def number_layers(grid: Grid) -> None:
                         f"{rank.file.path}: {len(layers)} layers in chunk {chunk}, {count} on other ranks of stage {pp}"
                     )
                     grid.report(Problem("inconsistent-metadata", line, rank.file.path))
+    _find_unnumbered(grid)
     there = {(pp, chunk) for (_, pp, _), rank in grid.ranks.items() for chunk in range(len(rank.chunks))}
     for head, seen in stacks.items():
         starts = _starts(grid, dict.fromkeys(there, 0) | seen, alone=len(stacks) == 1)
@@ -116,6 +120,24 @@ def number_layers(grid: Grid) -> None:
                         "do not say how many layers it has; they are in view.stored only"
                     )
                     grid.report(Problem("unnumbered-layer", line))
+
+
+def _find_unnumbered(grid: Grid) -> None:
+    """Find the names of numbered modules that several chunks have, and whose stack is not one that Megatron counts
+    from 0 on every stage: they may be the same tensor or others."""
+    seen: dict[str, set[tuple[int, int]]] = {}
+    for (_, pp, _), rank in grid.ranks.items():
+        for chunk, tensors in enumerate(rank.chunks):
+            for name in tensors:
+                if pattern("megatron.numbered").search(name) and place(name).layer is None:
+                    seen.setdefault(name, set()).add((pp, chunk))
+    grid.unnumbered.update(name for name, at in seen.items() if len(at) > 1)
+    if grid.unnumbered:
+        line = (
+            f"{len(grid.unnumbered):,} names are on several pipeline stages, and whether their numbers are those of the "
+            f"whole model is not known: {some(sorted(grid.unnumbered))}; they are in view.stored only"
+        )
+        grid.report(Problem("unnumbered-layer", line))
 
 
 def _starts(grid: Grid, seen: Mapping[tuple[int, int], int], alone: bool) -> Mapping[tuple[int, int], int]:
