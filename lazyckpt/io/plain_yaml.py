@@ -14,7 +14,7 @@ from .containers.pickle.records import short
 from .limits import LEVELS, Budget
 from .storage.base import Store
 
-_MOST = 4 << 20  # bytes of a document; honest ones have less than 100 KB
+_MOST = 1 << 20  # bytes of a document; honest ones have less than 100 KB, and a MiB takes seconds to parse
 _LONGEST = 1 << 12  # characters of a number or a date
 _MERGE = "tag:yaml.org,2002:merge"
 _TEXT = "tag:yaml.org,2002:str"

@@ -134,8 +134,8 @@ def _find_unnumbered(grid: Grid) -> None:
     grid.unnumbered.update(name for name, at in seen.items() if len(at) > 1)
     if grid.unnumbered:
         line = (
-            f"{len(grid.unnumbered):,} names are on several pipeline stages, and whether their numbers are those of the "
-            f"whole model is not known: {some(sorted(grid.unnumbered))}; they are in view.stored only"
+            f"{len(grid.unnumbered):,} names are on several pipeline stages, and whether their numbers are those of "
+            f"the whole model is not known: {some(sorted(grid.unnumbered))}; they are in view.stored only"
         )
         grid.report(Problem("unnumbered-layer", line))
 
