@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import tarfile
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 import lazyckpt
+import lazyckpt.recipes
 from lazyckpt.errors import CorruptError, FormatError, MissingFileError
 from lazyckpt.io.plain_yaml import parse_yaml
 from lazyckpt.testing.contract import CHECKS, Check
@@ -56,7 +58,8 @@ def test_weights_equal_what_the_ranks_held(cases: dict[str, Case], name: str, tm
     paths = [case.path, unpacked(case, tmp_path)] if case.path.is_file() else [case.path]
     for path in paths:
         view = lazyckpt.open(path)
-        assert (view.format, view.problems, list(view.states)) == ("nemo", (), ["weights"])
+        assert (view.problems, list(view.states)) == ((), ["weights"])
+        assert view.format == ("nemo" if spec is None else "megatron-nemo")
         assert set(view) == set(case.truth["weights"])
         for key, whole in case.truth["weights"].items():
             same(view[key][...], whole, key)
@@ -88,6 +91,17 @@ def test_a_rename_and_other_degrees(cases: dict[str, Case], tmp_path: Path) -> N
     back = lazyckpt.open(tmp_path / "run")
     for key, whole in cases["tp2"].truth["weights"].items():
         same(back[key][...], whole, key)
+
+
+def test_to_hf_cuts_the_vocabulary(cases: dict[str, Case], tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 61}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lazyckpt.recipes.to_hf(cases["single"].path, tmp_path / "hf", config=tmp_path)
+    found = lazyckpt.open(tmp_path / "hf")
+    truth = cases["single"].truth["weights"]
+    same(found["model.embed_tokens.weight"][...], truth["embedding.word_embeddings.weight"][:61], "rows")
+    gate = truth["decoder.layers.1.mlp.linear_fc1.weight"][:24]
+    same(found["model.layers.1.mlp.gate_proj.weight"][...], gate, "a half")
 
 
 @pytest.mark.parametrize("name", ["tp2", "dist_tp2"])

@@ -77,7 +77,8 @@ def _read(source: Source) -> Index:
         index = _of_file(source, config)
     meta = dict(index.meta) | ({} if config is None else {"model_config": config})
     files = dict(index.files) | ({CONFIG: source.entries[CONFIG].info} if CONFIG in source.entries else {})
-    return replace(index, format="nemo", meta=meta, files=files, problems=(*problems, *index.problems))
+    format = "nemo" if index.format == torchsave.READER.name else "megatron-nemo"
+    return replace(index, format=format, meta=meta, files=files, problems=(*problems, *index.problems))
 
 
 def _of_file(source: Source, config: Mapping[str, Any] | None) -> Index:
