@@ -39,6 +39,7 @@ from .writers import (
     frameworks,
     megatron_core,
     megatron_fsdp,
+    nemo_files,
     orbax_files,
     rank_files,
     run_folders,
@@ -226,6 +227,13 @@ GROUPS = {
         lambda folder, name: {name: megatron_fsdp.load_case(folder, name)},
         ("megatron-core", "torch"),
         ("megatron",),
+    ),
+    "nemo": Group(
+        tuple(nemo_files.CASES),
+        nemo_files.write_all,
+        lambda folder, name: {name: nemo_files.load_case(folder, name)},
+        ("nemo-toolkit", "megatron-core", "torch"),
+        ("nemo", "megatron"),
     ),
     "frameworks": Group(
         tuple(frameworks.CASES),

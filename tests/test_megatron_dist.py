@@ -421,17 +421,3 @@ def test_an_array_that_cannot_be(zarr_folder: tuple[Path, dict[str, torch.Tensor
     (line,) = view.problems
     assert (line.code, line.path) == ("unreadable-file", "decoder.layers.mlp.linear_fc2.weight") and ".zarray" in line
     assert "decoder.final_layernorm.weight" in view and not any("linear_fc2" in name for name in view)
-
-
-@pytest.mark.parametrize("inside", ["", "weights"])
-def test_the_folder_of_nemo_2(cases: dict[str, Case], tmp_path: Path, inside: str) -> None:
-    """nemo/lightning/ckpt_utils.py: the checkpoint in `weights`, the model's description in `context`."""
-    case = cases["single"]
-    (tmp_path / "context").mkdir()
-    (tmp_path / "context" / "model.yaml").write_text("config: {}\n")
-    (tmp_path / "context" / "io.json").write_text("{}")
-    shutil.copytree(next(case.path.glob("iter_*")), tmp_path / "weights")
-    view = lazyckpt.open(tmp_path / inside)
-    assert (view.format, view.problems) == ("megatron-dist", ())
-    for key, whole in case.truth["weights"].items():
-        same(view[key][...], whole, key)

@@ -310,6 +310,5 @@ def test_optimizers_files_that_are_all_missing_or_of_another_kind(copied: Callab
             folder.mkdir()
             torch.save({}, folder / "optim.pt")
     view = lazyckpt.open(path)
-    (line,) = [line for line in view.problems if line.code == "ignored-file"]
-    assert line.startswith("4 files") and "mp_rank_00_000/optim.pt" in line
+    assert [line.code for line in view.problems] == ["undecided-layout"] * 2
     assert reads(view, case) == set(case.truth["weights"])

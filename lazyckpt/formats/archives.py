@@ -28,10 +28,11 @@ from ..io.storage.urls import is_url, split_url
 from .catalog import is_step_folder
 from .zarr.tree import ROOTS
 
-_ENDINGS = (".tar", ".zip")
+_ENDINGS = (".tar", ".zip", ".nemo")  # .nemo: a tar of NeMo, compressed in versions before 1.7
+_NEMO = ".nemo"
 _PACKED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst", ".tar.lz4")
 _MAGICS = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18")
-_INSIDE = re.compile(r"(\w[\w+.-]*://[^/]*/.*?\.(?:tar|zip))/(.*[^/])/*", re.IGNORECASE)
+_INSIDE = re.compile(r"(\w[\w+.-]*://[^/]*/.*?\.(?:tar|zip|nemo))/(.*[^/])/*", re.IGNORECASE)
 _HEAD, _TAIL = 32 << 10, 64 << 10  # bytes of the two ends that are read at once
 _FILES = (
     ".pt",
@@ -111,7 +112,7 @@ def only_read(where: str) -> DestinationError:
 def opened_archive(store: Store, name: str) -> ArchiveStore | None:
     """Return the folder in an archive; None if the file is none, or a checkpoint itself."""
     low = name.lower()
-    if low.endswith(_PACKED):
+    if low.endswith((*_PACKED, _NEMO)):
         _refuse_packed(store, name)
     if not is_archive(low):
         return None
@@ -132,7 +133,7 @@ def opened_archive(store: Store, name: str) -> ArchiveStore | None:
 
 def _read(file: StoreFile, name: str) -> Tree | None:
     head = file.at(0, min(512, file.size))
-    if name.endswith(".tar"):
+    if name.endswith((".tar", _NEMO)):
         return read_tar(file) if is_tar(head) else None
     if not head.startswith(ZIP_MAGIC) or not _may_be_folder(_first(head)):
         return None
@@ -157,9 +158,12 @@ def _refuse_packed(store: Store, name: str) -> None:
     """Raise FormatError if a file is a compressed tar."""
     head = bytes(store.read(name, 0, min(6, store.stat(name).size)))
     if head.startswith(_MAGICS):
+        again = "or pack the folder without compression (tar -cf)"
+        if name.lower().endswith(_NEMO):
+            again = f"or decompress it: gunzip -c {name} > plain{_NEMO} (NeMo writes plain ones since 1.7)"
         raise FormatError(
             f"{store.root}/{name} is a compressed tar, which cannot be read by ranges: unpack it and open the folder, "
-            "or pack the folder without compression (tar -cf)"
+            f"{again}"
         )
 
 

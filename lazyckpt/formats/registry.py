@@ -30,6 +30,7 @@ _BUILTIN = (
     ("deepspeed.reader", "READER", False),
     ("trainers.verl", "ROLE", False),
     ("trainers.verl", "STEP", False),
+    ("megatron.nemo", "READER", False),  # (its folders of ranks have the names of Megatron-LM's)
     ("megatron.reader", "READER", False),
     ("megatron.dist", "READER", False),
     ("megatron.fsdp", "READER", False),

@@ -214,8 +214,8 @@ def stored_specs(store: Store, index: Index) -> dict[str, TensorSpec]:
     """Return the tensors of all torch.save files of a checkpoint: ``file/dotted.path`` -> spec. Reads the pickles that
     the index has not kept."""
     # a Megatron rank is a folder; other writers put all files of a tag into one, except for universal checkpoints
-    least = 2 if index.format == "megatron" else 1
-    names = _distinct_ends([path for path in index.files if path.endswith(".pt")], least)
+    least = 2 if index.format in ("megatron", "megatron-nemo") else 1
+    names = _distinct_ends([path for path in index.files if path.endswith((".pt", ".ckpt"))], least)
     return _read_stored(store, names, index.indexed)
 
 

@@ -5,7 +5,7 @@ Source: Megatron-LM megatron/training/arguments.py. The names are those of its c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ from .merge import Merge, Rule, Source, concatenated, in_parts, replicated, user
 from .tables import pattern
 
 _MOST = 1 << 20
+# attributes of the modules that hold the model: NeMo 1 (with Float16Module in half precision), NeMo 2
+_MODULES = ("model.module.", "model.", "module.module.", "module.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +172,25 @@ def tied_to(name: str) -> str:
     >>> tied_to("output_layer.weight"), tied_to("word_embeddings_for_head.weight")
     ('embedding.word_embeddings.weight', 'language_model.embedding.word_embeddings.weight')
     """
-    if name.startswith("word_embeddings_for_head."):
+    if name.startswith(("word_embeddings_for_head.", "word_embeddings.")):
         return "language_model.embedding.word_embeddings.weight"
     return f"{name.removesuffix('output_layer.weight')}embedding.word_embeddings.weight"
+
+
+def without_module(names: Collection[str]) -> dict[str, str]:
+    """Return the names in Megatron's model for those in a module of NeMo or of Megatron-Bridge around it. Names that
+    are not of such a model stay.
+
+    >>> without_module(["model.decoder.layers.0.mlp.linear_fc1.weight", "model.embedding.word_embeddings.weight"])
+    {'model.decoder.layers.0.mlp.linear_fc1.weight': 'decoder.layers.0.mlp.linear_fc1.weight', \
+'model.embedding.word_embeddings.weight': 'embedding.word_embeddings.weight'}
+    """
+    for prefix in _MODULES:
+        if names and all(name.startswith(prefix) for name in names):
+            bare = {name: name.removeprefix(prefix) for name in names}
+            if any(pattern("megatron.own").search(name) for name in bare.values()):
+                return bare
+    return {name: name for name in names}
 
 
 def is_buffer(name: str) -> bool:

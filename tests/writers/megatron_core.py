@@ -62,6 +62,8 @@ class MegatronSpec:
     expert_bias: bool = False
     moe_freq: int | tuple[int, ...] = 1
     distributed: bool = False
+    layerwise: bool = False
+    mtp: int | None = None
     bucket: int | None = None
     first: int | None = None
     last: int | None = None
@@ -119,6 +121,9 @@ CASES: dict[str, MegatronSpec] = {
     ),
     "ep2_grouped_distopt": MegatronSpec(dp=2, ep=2, experts=4, bf16=True, grouped=True, distributed=True, seed=26),
     "tp2_dp2_mla_distopt": MegatronSpec(tp=2, dp=2, mla=True, bf16=True, distributed=True, seed=25),
+    "dp2_layerwise": MegatronSpec(dp=2, layers=3, groups=2, bf16=True, qkv_bias=True, layerwise=True, seed=27),
+    "tp2_dp2_ep2_layerwise": MegatronSpec(tp=2, dp=2, ep=2, experts=4, etp=2, bf16=True, layerwise=True, seed=28),
+    "tp2_dp2_mtp_distopt": MegatronSpec(tp=2, dp=2, mtp=1, groups=2, bf16=True, distributed=True, seed=29),
 }
 
 
@@ -227,6 +232,8 @@ def config_of(spec: MegatronSpec, alone: bool = False) -> Any:
             "rope_type": "rope",
             "multi_latent_attention": True,
         }
+    if spec.mtp:
+        values |= {"mtp_num_layers": spec.mtp}
     if not alone:
         values |= {
             "tensor_model_parallel_size": spec.tp,
@@ -273,9 +280,17 @@ def build(spec: MegatronSpec, alone: bool = False, vocab: int | None = None) -> 
                 share_embeddings_and_output_weights=spec.tied,
                 position_embedding_type=spec.positions,
                 vp_stage=stage,
+                mtp_block_spec=_mtp_of(spec, config, layer_spec),
             )
         )
     return chunks
+
+
+def _mtp_of(spec: MegatronSpec, config: Any, layer_spec: Any) -> Any:
+    """The block that predicts further tokens, of a model with one stage; None if it has none."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=False) if spec.mtp else None
 
 
 def tokens_of(spec: MegatronSpec, seed: int) -> torch.Tensor:
@@ -283,6 +298,11 @@ def tokens_of(spec: MegatronSpec, seed: int) -> torch.Tensor:
 
 
 def forward(model: Any, tokens: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
+    if labels is None:  # what predicts further tokens is for training
+        from .megatron_save import unwrap
+
+        bare = unwrap(model)
+        bare.mtp_process, bare.config.mtp_num_layers = False, None
     positions = torch.arange(8).expand(2, 8)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
     out: torch.Tensor = model(tokens, positions, mask, labels=labels)
@@ -318,7 +338,7 @@ def prepare(spec: MegatronSpec, chunks: list[Any]) -> tuple[Any, Any, Any]:
         params_dtype=config.params_dtype,
         use_distributed_optimizer=spec.distributed,
     )
-    optimizer = get_megatron_optimizer(options, wrapped)
+    optimizer = _layerwise(options, wrapped) if spec.layerwise else get_megatron_optimizer(options, wrapped)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -337,6 +357,22 @@ def prepare(spec: MegatronSpec, chunks: list[Any]) -> tuple[Any, Any, Any]:
     for chunk in wrapped:
         chunk.config = config
     return wrapped, optimizer, scheduler
+
+
+def _layerwise(options: Any, wrapped: list[Any]) -> Any:
+    """Muon, whose data-parallel ranks each update some layers. The package with Megatron's Muon is not on PyPI: torch's
+    takes its place, which keeps the same state."""
+    from megatron.core.optimizer import muon
+
+    class Muon(torch.optim.Muon):
+        def __init__(self, params: Any, lr: float, momentum_beta: float, weight_decay: float, **_: Any) -> None:
+            super().__init__(params, lr=lr, momentum=momentum_beta, weight_decay=weight_decay)
+
+    one = muon.LayerWiseDistributedOptimizer
+    one.allgather_params = one.broadcast_params  # gloo gathers only what is of one size
+    muon.TensorParallelMuon = Muon
+    muon.HAVE_EMERGING_OPTIMIZERS = True
+    return muon.get_megatron_muon_optimizer(options, wrapped, layer_wise_distributed_optimizer=True)
 
 
 def train(

@@ -84,7 +84,7 @@ def args_of(spec: MegatronSpec) -> argparse.Namespace:
         model_type=ModelType.encoder_or_decoder,
         attention_backend=AttnBackend.auto,
         exit_signal=signal.SIGTERM,
-        optimizer="adam",
+        optimizer="dist_muon" if spec.layerwise else "adam",
         lr=1e-2,
         iteration=STEPS,
     )
@@ -133,6 +133,8 @@ def save_legacy(spec: MegatronSpec, root: Path, chunks: list[Any], optimizer: An
     folder.mkdir(parents=True, exist_ok=True)
     if spec.distributed and not optimizer.is_stub_optimizer:
         optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
+    if spec.layerwise:
+        optimizer.save_state_dict_to_file(str(folder / f"layer_wise_optimizer_{mpu.get_data_parallel_rank()}.pt"))
     models = {
         f"model{i}" if len(chunks) > 1 else "model": unwrap(c).state_dict_for_save_checkpoint()
         for i, c in enumerate(chunks)

@@ -127,7 +127,8 @@ def _merge(everyone: list[dict[str, dict[str, Any]]]) -> States:
     for name in dict.fromkeys(n for rank in everyone for n in rank):
         shards = [rank[name] for rank in everyone if name in rank]
         for state in dict.fromkeys(s for shard in shards for s in shard["values"]):
-            whole.setdefault(state, {})[name] = _whole(name, state, shards)
+            held = [shard for shard in shards if state in shard["values"]]  # (a layer-wise optimizer is on one rank)
+            whole.setdefault(state, {})[name] = _whole(name, state, held)
     return whole
 
 

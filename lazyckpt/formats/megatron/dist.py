@@ -15,7 +15,7 @@ import json
 import posixpath
 import re
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -27,7 +27,7 @@ from ...core.specs import TensorSpec, renamed
 from ...errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.plain import Path
 from ...io.storage.base import Entry, Store
-from ...layouts.megatron import is_expert
+from ...layouts.megatron import is_expert, without_module
 from ...layouts.merge import decide, user_rules
 from .. import torch_save as torchsave
 from ..dcp import reader as dcp
@@ -40,6 +40,7 @@ from ..torch_save import member as torch_member
 from ..zarr.grid import Array, Packing
 from ..zarr.metadata import array_v2
 from ..zarr.packing import NoTensorError
+from .described import CONTEXT, STATE, WEIGHTS, Described, contradictions, described, described_by_context
 from .files import find_iteration, unfinished
 from .mesh import mesh_of
 from .reshardable import by_parameter
@@ -158,7 +159,7 @@ def is_dist(source: Source) -> bool:
     """Return whether the folder is such a checkpoint, or the iteration to read in it is one."""
     if source.path:
         return False
-    if is_here(source.store, "", source.entries):
+    if is_here(source.store, "", source.entries) or _has_context(source):
         return True
     folder = find_iteration(source, strict=False)
     return bool(folder) and is_here(source.store, folder or "", source.inside(folder or ""))
@@ -167,9 +168,14 @@ def is_dist(source: Source) -> bool:
 def read_dist(source: Source) -> Index:
     """Index the folder, or its iteration to read. Raises what `read` does, and FormatError for malformed rules."""
     if is_here(source.store, "", source.entries):
-        return _without_padding(read(source.store), source.rules)
+        about = described(source.store, "", source.entries)
+        return with_rules(read(source.store, about=about), source.rules)
+    if _has_context(source):
+        about = described_by_context(source.store, source.inside(CONTEXT))
+        return with_rules(read(source.store, WEIGHTS, about=about), source.rules)
     folder = find_iteration(source) or ""
-    index = _without_padding(read(source.store, folder), source.rules)
+    about = described(source.store, folder, source.inside(folder))
+    index = with_rules(read(source.store, folder, about=about), source.rules)
     problems = unfinished(source, folder)
     if has_weights(source.entries):  # ms-swift: swift/megatron/trainers/base.py `save_checkpoint`
         line = (
@@ -179,7 +185,14 @@ def read_dist(source: Source) -> Index:
     return replace(index, problems=(*problems, *index.problems))
 
 
-def _without_padding(index: Index, rules: Mapping[str, Any]) -> Index:
+def _has_context(source: Source) -> bool:
+    """Return whether the folder is one of NeMo 2."""
+    return all(n in source.entries and source.entries[n].is_dir for n in (CONTEXT, WEIGHTS)) and is_here(
+        source.store, WEIGHTS, source.inside(WEIGHTS)
+    )
+
+
+def with_rules(index: Index, rules: Mapping[str, Any]) -> Index:
     """Apply the user's rules. The tensors are whole, so only "rows" has an effect. Raises FormatError for a malformed
     rule."""
     if not rules:
@@ -206,37 +219,48 @@ def is_here(store: Store, folder: str, entries: Mapping[str, Entry]) -> bool:
     return b'"sharded_backend"' in bytes(store.read(posixpath.join(folder, _ABOUT), 0, min(about.info.size, _HEAD)))
 
 
-def read(store: Store, *folders: str, args: Any = None) -> Index:
+def read(store: Store, *folders: str, about: Described | None = None) -> Index:
     """Index such a folder, or several that were saved as one (of model, optimizer and the rest).
 
-    ``args``: how the model was cut, if no ``common.pt`` has the arguments of the run.
+    ``about``: what is described beside them; the arguments in a ``common.pt`` take precedence.
     Raises CorruptError, FormatError (unknown backend), MissingFileError."""
-    folders = folders or ("",)
-    problems: list[Problem] = []
+    folders, about = folders or ("",), about or Described()
+    problems = list(about.problems)
     for folder in folders:
         there = listing(store, folder)
         announce(store, [posixpath.join(folder, name) for name in (_ABOUT, "common.pt", ".metadata") if name in there])
     backends = {folder: _backend(store, folder, problems) for folder in folders}
     tensors = _union([_tensors(store, folder, backend) for folder, backend in backends.items()], problems)
-    members: list[tuple[tuple[str, ...], Member]] = []
+    commons: list[Member] = []
+    trained: list[Member] = []  # of Megatron-Bridge
     for folder in folders:
         path = posixpath.join(folder, "common.pt")
         try:
-            members.append(((), torchsave.member(store, path, f"{path}/" if len(folders) > 1 else "common.pt/")))
+            commons.append(torchsave.member(store, path, f"{path}/" if len(folders) > 1 else "common.pt/"))
         except LazyckptError as e:
             problems.append(cannot_read(path, e, ", nor the arguments of the run and the schedule in it"))
-    commons = [member for _, member in members]
-    whole = together(_FORMATS[next(iter(backends.values()))], [*members, ((), tensors)])
-    saved = next((common.meta["args"] for common in commons if hasattr(common.meta.get("args"), "__dict__")), args)
-    states, unknown = _states(tensors, saved)
+        path = posixpath.join(folder, STATE)
+        if STATE in listing(store, folder):
+            try:
+                trained.append(torchsave.member(store, path, f"{path}/" if len(folders) > 1 else f"{STATE}/"))
+            except LazyckptError as e:
+                problems.append(cannot_read(path, e))
+    members: list[tuple[tuple[str, ...], Member]] = [*(((), member) for member in commons), ((), tensors)]
+    members += [(("train_state",), member) for member in trained]
+    whole = together(_FORMATS[next(iter(backends.values()))], members)
+    own = next((common.meta["args"] for common in commons if hasattr(common.meta.get("args"), "__dict__")), None)
+    args = about.args if own is None else own
+    states, unknown = _states(tensors, args)
     states |= next((steps for common in commons if (steps := _steps(common, states))), {})
+    problems += contradictions(about, states.get("weights", {}), (path[0] for path in tensors.objects if path))
+    more = about.meta if args is None or args is own else {"args": args, **about.meta}
     return Index(
         format=whole.format,
         states=states or {"weights": {}},
-        files=whole.files,
+        files={**whole.files, **about.files},
         stored=whole.stored,
-        meta=whole.meta,
-        mesh=mesh_of(saved),
+        meta=ChainMap(more, whole.meta) if more else whole.meta,  # type: ignore[arg-type]
+        mesh=mesh_of(args),
         problems=(*problems, *tensors.problems, *unknown),
     )
 
@@ -294,16 +318,19 @@ def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]]
     by_key: dict[str, dict[str, TensorSpec]] = {}
     buffers: dict[str, TensorSpec] = {}
     inside: set[str] = {path[0] for path in member.objects if path}  # type: ignore[misc]
+    bare = _bare_keys(member.tensors)
     for key, (_, spec) in member.tensors.items():
         match = _STATE.fullmatch(key)
         if match is not None:
             state = _NAMES.get(match["state"], match["state"])
             whole = regridded(spec, member.reshaped.get(key))
-            by_key.setdefault(state, {})[match["key"]] = renamed(whole, match["key"])
+            name = bare.get(match["key"], match["key"])
+            by_key.setdefault(state, {})[name] = renamed(whole, name)
         elif _BUFFER.match(key):
             buffers[key] = spec
         elif not key.endswith("_extra_state") and not any(key.startswith(f"{name}.") for name in inside):
-            by_key.setdefault("weights", {})[key] = regridded(spec, member.reshaped.get(key))
+            name = bare.get(key, key)
+            by_key.setdefault("weights", {})[name] = renamed(regridded(spec, member.reshaped.get(key)), name)
     local = _local(args)
     states = {state: logical(keys, local) for state, keys in by_key.items()}
     problems = []
@@ -326,13 +353,20 @@ def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]]
     return states, problems
 
 
+def _bare_keys(keys: Collection[str]) -> dict[str, str]:
+    """Return the keys of weights in Megatron's model for keys in a module of NeMo around it."""
+    own = [k for k in keys if not _STATE.fullmatch(k) and not _BUFFER.match(k) and not k.endswith("_extra_state")]
+    return without_module([k for k in own if not k.startswith("optimizer.")])
+
+
 def _steps(common: Member, states: Mapping[str, Mapping[str, TensorSpec]]) -> dict[str, dict[str, TensorSpec]]:
     """Return the optimizer's step count as {"step": ...}; {} if there is none. All parameters share one number, or if
     there are two optimizers, dense parameters and experts have one each."""
     counts = [
         spec for path, spec in common.tensors.values() if path[:1] == ("optimizer",) and path[-1] == "common_step"
     ]
-    names = next((table for state, table in states.items() if state not in ("weights", "fp32")), {})
+    others = {state: table for state, table in states.items() if state not in ("weights", "fp32")}
+    names = others.get("exp_avg", next(iter(others.values()), {}))  # (beside Adam, Muon counts no steps)
     if not counts or len(counts) > 2 or not names:
         return {}
     return {"step": {name: renamed(counts[-1] if is_expert(name) else counts[0], name) for name in names}}

@@ -8,16 +8,20 @@ Writer: Megatron-LM megatron/training/checkpointing.py `get_checkpoint_name` and
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...core.names import natural
 from ...errors import CorruptError, FormatError, MissingFileError, Problem, only_one, some
+from ...layouts.megatron import Degrees
 from ..reader import Source
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL = ("model_optim_rng.pt", "model_rng.pt")  # the second: with a distributed optimizer, until 2023
 OPTIM = "distrib_optim.pt"
-_OTHER = re.compile(r"optim\.pt|layer_wise_optimizer_\d+\.pt")
+_SHARD = "optim.pt"
+_LAYERS = re.compile(r"layer_wise_optimizer_(\d{1,6})\.pt")
 _DISTRIBUTED = ("metadata.json", "common.pt", ".metadata")
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 _ITERATION = re.compile(r"iter_(\d{7,})")
@@ -27,21 +31,29 @@ _VERL = re.compile(r"global_step_\d+")  # steps of verl, which has the same trac
 @dataclass(slots=True)
 class RankFolder:
     """The files of one model-parallel rank. ``numbers``: the numbers in the folder's name; only the arguments in the
-    file show what they count. ``optim``: path of the distributed optimizer's file, "" if there is none."""
+    file show what they count. ``optim``: path of the distributed optimizer's file, "" if there is none; ``layers``:
+    the files of a layer-wise optimizer by data-parallel rank; ``shards``: those of the distributed optimizer until
+    2023, which are in folders of their own."""
 
     name: str
     numbers: tuple[int, ...]
     model: str
     optim: str = ""
+    layers: dict[int, str] = field(default_factory=dict)
+    shards: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Iteration:
-    """The rank folders of one iteration. ``folder``: the iteration's path; ``notes``: problems with its other files."""
+    """The rank folders of one iteration. ``folder``: the iteration's path; ``notes``: problems with its other files;
+    ``unwrap``: makes Megatron's dict of the content of a file that another writer wrote; ``named``: the path of the
+    file of a tensor- and pipeline-parallel rank, from the degrees and the two ranks."""
 
     folder: str
     ranks: list[RankFolder] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
+    unwrap: Callable[[dict[Any, Any]], dict[Any, Any]] | None = None
+    named: Callable[[Degrees, int, int], str] | None = None
 
     @property
     def number(self) -> int | None:
@@ -49,11 +61,19 @@ class Iteration:
         found = _ITERATION.fullmatch(self.folder)
         return int(found[1]) if found else None
 
+    def path_of(self, d: Degrees, tp: int, pp: int) -> str:
+        """Return the path of the file that a rank should have."""
+        if self.named is not None:
+            return self.named(d, tp, pp)
+        name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if d.pp > 1 else "") + ("_*" if d.ep > 1 else "")
+        return f"{self.folder}/{name}/{MODEL[0]}".lstrip("/")
+
 
 def rank_folders(source: Source, folder: str) -> Iteration:
     """Find the rank folders in a folder. Those without a model file are reported."""
     found = Iteration(folder)
-    others: list[str] = []
+    shards: dict[str, dict[int, str]] = {}  # name of the model's folder -> data-parallel rank -> its file
+    lost: dict[str, Problem] = {}
     names = source.inside(folder)
     for name in sorted(names, key=natural):
         match = _RANK.fullmatch(name)
@@ -62,20 +82,23 @@ def rank_folders(source: Source, folder: str) -> Iteration:
         path = f"{folder}/{name}" if folder else name
         inside = source.inside(path)
         model = next((n for n in MODEL if n in inside), None)
-        others += [f"{path}/{n}" for n in sorted(inside, key=natural) if _OTHER.fullmatch(n)]
-        if model is None and "optim.pt" in inside:
+        if model is None and _SHARD in inside:
+            base, _, dp = name.rpartition("_")
+            shards.setdefault(base, {})[int(dp)] = f"{path}/{_SHARD}"
             continue
         if model is None:
-            found.notes.append(Problem("missing-file", f"{path} has no {MODEL[0]}: what this rank holds is lost", path))
+            lost[name] = Problem("missing-file", f"{path} has no {MODEL[0]}: what this rank holds is lost", path)
             continue
         optim = f"{path}/{OPTIM}" if OPTIM in inside else ""
         numbers = tuple(int(n) for n in match.groups() if n is not None)
-        found.ranks.append(RankFolder(name, numbers, f"{path}/{model}", optim))
+        layers = {int(m[1]): f"{path}/{n}" for n in sorted(inside, key=natural) if (m := _LAYERS.fullmatch(n))}
+        found.ranks.append(RankFolder(name, numbers, f"{path}/{model}", optim, layers))
+    found.notes += [problem for name, problem in lost.items() if name.rpartition("_")[0] not in shards]
+    for rank in found.ranks:
+        rank.shards.update(shards.pop(rank.name, {}))
+    others = [path for files in shards.values() for path in files.values()]
     if others:
-        line = (
-            f"{len(others):,} files of optimizer states that lazyckpt does not read (those of the distributed "
-            f"optimizer until 2023, and of layer-wise optimizers): {some(others)}"
-        )
+        line = f"{len(others):,} files of optimizer states belong to no model's file here: {some(others)}"
         found.notes.append(Problem("ignored-file", line, only_one(others)))
     return found
 

@@ -8,12 +8,15 @@ reader of DCP folders (dcp/reader.py).
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import replace
 
 from ...core.index import Index
 from ..dcp.reader import read_folder
 from ..reader import Reader, Source
+from .described import described
 from .files import find_iteration, unfinished
+from .mesh import mesh_of
 
 _METADATA = ".metadata"
 _OTHERS = ("common.pt", "metadata.json")  # of megatron-core's own distributed checkpoints
@@ -32,7 +35,15 @@ def _recognises(source: Source) -> bool:
 def _read(source: Source) -> Index:
     folder = find_iteration(source) or ""
     index = read_folder(source.store, folder)
-    return replace(index, problems=(*unfinished(source, folder), *index.problems))
+    about = described(source.store, folder, source.inside(folder))  # (Megatron-Bridge saves no arguments)
+    more = about.meta if about.args is None or "args" in index.meta else {"args": about.args, **about.meta}
+    return replace(
+        index,
+        meta=ChainMap(more, index.meta) if more else index.meta,  # type: ignore[arg-type]
+        mesh=mesh_of(about.args) if "args" in more else index.mesh,
+        files={**index.files, **about.files},
+        problems=(*unfinished(source, folder), *about.problems, *index.problems),
+    )
 
 
 READER = Reader(

@@ -43,17 +43,21 @@ class Gathered:
 
     def add(self, state: str, name: str, extent: Extent, rank: Rank) -> None:
         """Add the extent of a tensor in a rank's file. The extent of a stack is [local experts, ...]."""
+        shard = Shard(extent.shape, extent.dtype, (Fragment(extent, extent.shape, rank=rank),))
+        self.add_shard(state, name, shard, rank, extent.path)
+
+    def add_shard(self, state: str, name: str, shard: Shard, rank: Rank, path: str) -> None:
+        """Add a rank's shard. ``path``: its file, for messages."""
         key = name, rank.tp, rank.ep
         cut = self._cuts.get(key, -1)
         if cut == -1:  # the same for all states of a tensor
             cut = self._cuts[key] = self._expert_rank(name, rank) if is_expert(name) else rank.tp
         if cut is None:
             return
-        shard = Shard(extent.shape, extent.dtype, (Fragment(extent, extent.shape, rank=rank),))
         other = add(self.states, state, name, cut, shard)
         if other is not None:
             line = (
-                f"{extent.path}: {name!r} has shape {extent.shape} here, {other.shape} in "
+                f"{path}: {name!r} has shape {shard.shape} here, {other.shape} in "
                 f"{other.fragments[0].extent.path}: the latter is read (the others: view.stored)"
             )
             self.grid.report(Problem("mismatched-shards", line, name))

@@ -121,7 +121,8 @@ _ORDER = (
     *("linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm"),
     *("router", "experts", "shared_experts", "local_experts", "gate_weight", "linear_fc1", "linear_fc2"),
     *("softmax_offset", "layer_norm_weight", "layer_norm_bias", "weight", "bias"),
-    *("final_layernorm", "output_layer"),
+    *("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer"),
+    *("final_layernorm", "mtp", "output_layer"),
 )
 _RANK = {name: n for n, name in enumerate(_ORDER)}
 
@@ -179,7 +180,7 @@ def staged(names: Iterable[str], starts: Mapping[tuple[int, int], int], counts: 
             found[name] = stages[layer]
         elif name.startswith("embedding."):
             found[name] = first
-        elif name.startswith(("decoder.final_layernorm.", "output_layer.")):
+        elif name.startswith(("decoder.final_layernorm.", "mtp.", "output_layer.")):
             found[name] = last
         else:
             raise ValueError(f"the pipeline stage of {name!r} is not known")

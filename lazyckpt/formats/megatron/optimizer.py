@@ -169,7 +169,7 @@ def held(part: Mapping[Any, Any], shapes: Mapping[str, Shape]) -> list[Held] | N
     inner = part.get("optimizer", part)
     states = inner.get("state") if isinstance(inner, dict) else None
     states = states if isinstance(states, dict) else {}
-    masters = next((part[k] for k in _MASTERS if isinstance(part.get(k), list)), None)
+    masters = masters_of(part)
     if not states and masters is None:
         return []
     numbers: list[list[Any]] = [ids if isinstance(ids := g.get("params"), list) else [] for g in groups]
@@ -191,6 +191,11 @@ def held(part: Mapping[Any, Any], shapes: Mapping[str, Shape]) -> list[Held] | N
     return result
 
 
+def masters_of(part: Mapping[Any, Any]) -> list[Any] | None:
+    """Return the fp32 copies of an optimizer, a list for each group; None if it has none."""
+    return next((part[k] for k in _MASTERS if isinstance(part.get(k), list)), None)
+
+
 def _names(
     groups: list[dict[Any, Any]],
     numbers: list[Any],
@@ -199,7 +204,8 @@ def _names(
     shapes: Mapping[str, Shape],
 ) -> list[list[str]] | None:
     wanted = [
-        [_shapes(states.get(i), masters, g, n, len(ids)) for n, i in enumerate(ids)] for g, ids in enumerate(numbers)
+        [wanted_shapes(states.get(i), masters, g, n, len(ids)) for n, i in enumerate(ids)]
+        for g, ids in enumerate(numbers)
     ]
     planned = list(_planned(groups, shapes))
     if all(
@@ -214,7 +220,7 @@ def _names(
     return [[name for name in group if name is not None] for group in found.names]
 
 
-def _shapes(own: Any, masters: Any, g: int, n: int, count: int) -> frozenset[Shape] | None:
+def wanted_shapes(own: Any, masters: Any, g: int, n: int, count: int) -> frozenset[Shape] | None:
     """Return the shapes that a parameter may have, from its states and its fp32 copy; None for any."""
     known = {k: t.shape for k, t in own.items() if isinstance(t, StoredTensor)} if isinstance(own, dict) else {}
     group = masters[g] if masters is not None and g < len(masters) and isinstance(masters[g], list) else []

@@ -45,7 +45,8 @@ class RankFile:
 @dataclass(slots=True)
 class Grid:
     """The ranks of one save. ``lost``: (tp, pp) -> its missing file; ``lost_experts``: (pp, ep) -> the same, where the
-    file of an expert-tensor-parallel rank is missing; ``first``: the file whose arguments are used for all."""
+    file of an expert-tensor-parallel rank is missing; ``first``: the file whose arguments are used for all;
+    ``unnumbered``: names that several stages have for layers whose numbers in the model are not known."""
 
     degrees: Degrees
     ranks: dict[tuple[int, int, int], RankFile]
@@ -55,6 +56,7 @@ class Grid:
     indexed: Indexed
     problems: dict[Problem, None]  # in order, each once
     lost_experts: dict[tuple[int, int], Hole] = field(default_factory=dict)
+    unnumbered: set[str] = field(default_factory=set)
 
     def report(self, problem: Problem) -> None:
         self.problems[problem] = None
@@ -79,6 +81,7 @@ def read_grid(store: Store, found: Iteration) -> Grid:
         try:
             file = read_torch_file(store, folder.model, pickles)
             root = _dict(file, file.root)
+            root = root if found.unwrap is None else found.unwrap(root)
             key = tuple(id(value) for name, value in root.items() if str(name).startswith("model"))
             if key not in flat:  # (equal parts of the ranks' pickles are the same objects)
                 flat[key] = _chunks(file, root)
@@ -220,8 +223,8 @@ def _find_lost(grid: Grid, found: Iteration) -> None:
     for pp in range(d.pp):
         for tp in range(d.tp):
             if (tp, pp) not in there:
-                name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if d.pp > 1 else "") + ("_*" if d.ep > 1 else "")
-                path = f"{found.folder}/{name}/model_optim_rng.pt".lstrip("/")
+                path = found.path_of(d, tp, pp)
+                name = path.split("/")[-2] if "/" in path else path
                 hole = grid.lost[tp, pp] = Hole(path, f"{path} is missing, or cannot be used")
                 what = f"what tensor-parallel rank {tp} of stage {pp} holds is lost"
                 if name not in named:

@@ -20,9 +20,11 @@ from ..reader import Reader, Source
 from ..shared.paths import grouped
 from ..shared.rank_shards import Shard
 from ..torch_save import warnings
-from .files import find_ranks, is_legacy
+from .dpshards import add_dp_shards
+from .files import Iteration, find_ranks, is_legacy
 from .gather import Gathered
 from .layers import offsets, planned
+from .layerwise import add_layerwise
 from .ranks import Grid, read_grid
 from .weights import Attributes, Namer, add_buffers, add_states, add_weights, number_layers
 
@@ -133,10 +135,14 @@ _ORDER = ("weights", "fp32", "exp_avg", "exp_avg_sq")
 
 def read(source: Source) -> Index:
     """Index the iteration that `find_ranks` selects."""
-    found = find_ranks(source)
+    return read_ranks(source, find_ranks(source))
+
+
+def read_ranks(source: Source, found: Iteration) -> Index:
+    """Index the files of some ranks."""
     grid = read_grid(source.store, found)
     first = grid.first
-    label = f"{first.folder.name}/{first.folder.model.rpartition('/')[2]}/"
+    label = f"{first.folder.name}/{first.folder.model.rpartition('/')[2]}/".lstrip("/")
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, label)
     for problem in warnings(first.file.path, first.file, plain):
         grid.report(problem)
@@ -149,6 +155,8 @@ def read(source: Source) -> Index:
     namer = Namer(grid)
     add_weights(g, namer)
     add_states(g, namer, attributes)
+    add_layerwise(g, namer, source.store, attributes)
+    add_dp_shards(g, namer, source.store)
     add_buffers(g, namer, source.store)
     old = version(first.root)
     states: dict[str, dict[str, TensorSpec]] = {}
@@ -164,7 +172,7 @@ def read(source: Source) -> Index:
         states=states,
         files=grid.files,
         indexed=grid.indexed,
-        meta=_meta(plain, found.folder),
+        meta=_meta(plain, found.folder) if found.unwrap is None else {**plain.meta, "args": grid.args},
         mesh=Mesh(grid.degrees.tp, grid.degrees.pp, data_parallel(grid.args, grid.degrees), grid.degrees.ep),
         problems=tuple(grid.problems),
         unreadable=lost_names(grid, g),

@@ -8,11 +8,12 @@ from typing import Any
 from ...core.box import Shape, c_strides
 from ...core.dtypes import DType
 from ...core.extents import Extent
-from ...errors import LazyckptError, Problem, cannot_read
+from ...errors import LazyckptError, Problem, cannot_read, some
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import Pickles, TorchFile, read_torch_file
 from ...io.storage.base import Store
 from ...layouts.megatron import Place, flag, is_buffer, is_expert, is_head, number, place, stack_of, tied_to
+from ...layouts.tables import pattern
 from ..torch_save import crc_of
 from .gather import Gathered, stacked
 from .layers import contiguous, offsets, planned
@@ -51,6 +52,8 @@ class Namer:
         tensors = rank.chunks[chunk]
         expert = rank.rank.ep * self.local_experts(tensors)
         for name in tensors:
+            if name in self._grid.unnumbered:
+                continue
             at = self.place(name)
             first = 0 if at.layer is None else starts.get(at.head)
             if first is None:
@@ -103,6 +106,7 @@ def number_layers(grid: Grid) -> None:
                         f"{rank.file.path}: {len(layers)} layers in chunk {chunk}, {count} on other ranks of stage {pp}"
                     )
                     grid.report(Problem("inconsistent-metadata", line, rank.file.path))
+    _find_unnumbered(grid)
     there = {(pp, chunk) for (_, pp, _), rank in grid.ranks.items() for chunk in range(len(rank.chunks))}
     for head, seen in stacks.items():
         starts = _starts(grid, dict.fromkeys(there, 0) | seen, alone=len(stacks) == 1)
@@ -116,6 +120,24 @@ def number_layers(grid: Grid) -> None:
                         "do not say how many layers it has; they are in view.stored only"
                     )
                     grid.report(Problem("unnumbered-layer", line))
+
+
+def _find_unnumbered(grid: Grid) -> None:
+    """Find the names of numbered modules that several chunks have, and whose stack is not one that Megatron counts
+    from 0 on every stage: they may be the same tensor or others."""
+    seen: dict[str, set[tuple[int, int]]] = {}
+    for (_, pp, _), rank in grid.ranks.items():
+        for chunk, tensors in enumerate(rank.chunks):
+            for name in tensors:
+                if pattern("megatron.numbered").search(name) and place(name).layer is None:
+                    seen.setdefault(name, set()).add((pp, chunk))
+    grid.unnumbered.update(name for name, at in seen.items() if len(at) > 1)
+    if grid.unnumbered:
+        line = (
+            f"{len(grid.unnumbered):,} names are on several pipeline stages, and whether their numbers are those of "
+            f"the whole model is not known: {some(sorted(grid.unnumbered))}; they are in view.stored only"
+        )
+        grid.report(Problem("unnumbered-layer", line))
 
 
 def _starts(grid: Grid, seen: Mapping[tuple[int, int], int], alone: bool) -> Mapping[tuple[int, int], int]:
@@ -189,6 +211,8 @@ def add_states(g: Gathered, namer: Namer, attributes: Attributes) -> None:
     by name."""
     known: dict[Any, Any] = {}
     for rank in g.grid.ranks.values():
+        if rank.folder.layers:  # (the model's file repeats the first data-parallel rank's)
+            continue
         experts = namer.local_experts(rank.chunks[0])
         for n, part in enumerate(parts_of(rank.root.get("optimizer"))):
             table = _parameters(g.grid, namer, rank, part, n)
@@ -206,10 +230,10 @@ def add_states(g: Gathered, namer: Namer, attributes: Attributes) -> None:
                 if one.main is not None and isinstance(one.main.state, dict):
                     attributes.setdefault(name, one.main.state)
                 for state, value in one.states.items():
-                    _add_state(g, rank, state, name, value, experts)
+                    add_state(g, rank, state, name, value, experts)
 
 
-def _add_state(g: Gathered, rank: RankFile, state: str, name: str, value: StoredTensor, experts: int) -> None:
+def add_state(g: Gathered, rank: RankFile, state: str, name: str, value: StoredTensor, experts: int) -> None:
     if value.storage is None:
         return
     try:
@@ -259,7 +283,11 @@ def add_buffers(g: Gathered, namer: Namer, store: Store) -> None:
         return
     for rank in g.grid.ranks.values():
         # (a rank that has no experts and is not the first expert-parallel one has nothing to save)
-        if not rank.folder.optim and (rank.rank.ep == 0 or any(is_expert(n) for c in rank.chunks for n in c)):
+        if (
+            not rank.folder.optim
+            and not rank.folder.shards
+            and (rank.rank.ep == 0 or any(is_expert(n) for c in rank.chunks for n in c))
+        ):
             line = f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt is missing: the states in it are lost"
             g.grid.report(Problem("missing-file", line, f"{rank.folder.model.rpartition('/')[0]}/distrib_optim.pt"))
 

@@ -22,6 +22,7 @@ from .. import huggingface
 from ..dcp.reader import read_folder
 from ..huggingface import load_json
 from ..megatron import dist
+from ..megatron.described import Described
 from ..ranks import reader as ranks
 from ..reader import Reader, Source
 from ..shared.below import below
@@ -125,7 +126,7 @@ def _read_dist(source: Source, folders: list[str], args: Any) -> Index:
     first = source.inside(folders[0])
     if ".metadata" in first and not {"common.pt", "metadata.json"} & first.keys():  # of Megatron-FSDP: all in one
         return read_folder(source.store, folders[0])
-    return dist.read(source.store, *folders, args=args)
+    return dist.read(source.store, *folders, about=Described(args))
 
 
 def _has_weights(hf: Source) -> bool:
