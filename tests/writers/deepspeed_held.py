@@ -36,6 +36,8 @@ def held(engine: Any) -> States:
         pairs = [pair for weights, masters in groups for pair in zip(weights, masters, strict=True)]
         states = _whole_states(optimizer.optimizer, names, pairs)
         states["fp32"] = {names[id(p)]: master.detach().clone() for p, master in pairs}
+    elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
+        states = _fused_states(optimizer, names)
     else:
         states = flat_states(optimizer, names)
     states["weights"] = weights = module_weights(module)
@@ -112,6 +114,22 @@ def flat_states(optimizer: Any, names: dict[int, str]) -> States:
                 if rest or start < 0 or start + p.numel() > buffer.numel() or not p.is_contiguous():
                     raise RuntimeError(f"{names[id(p)]} is no view of its group's flat buffer")
                 states.setdefault(key, {})[names[id(p)]] = flat[start : start + p.numel()].view(p.shape).clone()
+    return states
+
+
+def _fused_states(optimizer: Any, names: dict[int, str]) -> States:
+    """FP16_Optimizer without ZeRO: every parameter is a view of its group's flat buffer, which the states follow."""
+    states: States = {}
+    for group, buffer, master in zip(
+        optimizer.fp16_groups, optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True
+    ):
+        state = optimizer.optimizer.state[master]
+        for key, flat in ({"fp32": master} | {key: state[key] for key in _state_keys(state, master)}).items():
+            for p in group:
+                start = (p.data_ptr() - buffer.data_ptr()) // p.element_size()
+                states.setdefault(key, {})[names[id(p)]] = (
+                    flat[start : start + p.numel()].view(p.shape).detach().clone()
+                )
     return states
 
 

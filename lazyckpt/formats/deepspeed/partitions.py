@@ -146,7 +146,9 @@ class Stage12:
         self, cut: _Cut, places: Mapping[str, tuple[int, int]], width: int
     ) -> tuple[list[int], dict[str, list[Kept]]] | None:
         """Return what the ranks keep of the matrices of a group that uses Muon (see `muon`); None for other groups."""
-        if not any(use_muon(r.state.get("base_optimizer_state"), cut.g) for r in cut.optim.values() if isinstance(r, Optim)):
+        if not any(
+            use_muon(r.state.get("base_optimizer_state"), cut.g) for r in cut.optim.values() if isinstance(r, Optim)
+        ):
             return None
         return matrices(cut.shapes, places, width, len(cut.optim))
 
