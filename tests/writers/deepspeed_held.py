@@ -134,9 +134,9 @@ def _fused_states(optimizer: Any, names: dict[int, str]) -> States:
 
 
 def muon_momenta(optimizer: Any, names: dict[int, str]) -> dict[str, Tensor]:
-    """ZeRO 1/2 with Muon: every rank keeps the whole momentum of each matrix of which it holds an element, one after the
-    other (stage_1_and_2.py ``get_flat_partition``), and uses the part of the elements that it holds.  All ranks that
-    keep a matrix's must have the same."""
+    """ZeRO 1/2 with Muon: every rank keeps the whole momentum of each matrix of which it holds an element, one after
+    the other (stage_1_and_2.py ``get_flat_partition``), and uses the part of the elements that it holds.  All ranks
+    that keep a matrix's must have the same."""
     found: dict[str, Tensor] = {}
     for g, params in enumerate(optimizer.params_in_partition):
         momentum = optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[g]].get("momentum_buffer")

@@ -347,8 +347,8 @@ def _latest(store: Store, source: Source, strict: bool) -> str | None:
 def of_writers(path: str, error: LazyckptError) -> LazyckptError:
     """Return the error of a file that cannot be read, which says more if the file may be a part of one.
 
-    With ``checkpoint_serialization`` off and DeepSpeed's patched torch/serialization.py, FastPersist's writers share the
-    bytes of the tensors (io/fast_file_writer.py `_partition_byte_tensors`), in the order of their addresses on each
+    With ``checkpoint_serialization`` off and DeepSpeed's patched torch/serialization.py, FastPersist's writers share
+    the bytes of the tensors (io/fast_file_writer.py `_partition_byte_tensors`), in the order of their addresses on each
     rank, which differ: nothing says how the parts belong together."""
     by = _written_by(path)[1]
     if not isinstance(error, CorruptError) or by.endswith(".1") or not by:

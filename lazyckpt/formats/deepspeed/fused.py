@@ -14,6 +14,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+from ...core.box import Shape
 from ...core.extents import Extent
 from ...core.placement import Rank
 from ...core.specs import Fragment
@@ -34,7 +35,7 @@ def flat_masters(optimizer: Any) -> list[StoredTensor] | None:
 
 
 def fused_shards(
-    b: Building, file: TorchFile, optimizer: Mapping[Any, Any], names: Shapes, rank: Rank, where: str
+    b: Building, file: TorchFile, optimizer: Any, names: Mapping[str, Shape], rank: Rank, where: str
 ) -> Shards:
     """Return the states of every parameter. ``names``: every tensor that may be one, in the module's order."""
     masters = flat_masters(optimizer) or []
@@ -78,7 +79,7 @@ def fused_shards(
     return shards
 
 
-def _listed(group: Mapping[Any, Any], names: Shapes) -> Shapes:
+def _listed(group: Mapping[Any, Any], names: Mapping[str, Shape]) -> Shapes:
     """Return the parameters that a group lists; {} if it does not list parameters of the module."""
     found = group.get("param_names")
     if not isinstance(found, list | tuple) or not all(isinstance(n, str) and n in names for n in found):
@@ -86,10 +87,10 @@ def _listed(group: Mapping[Any, Any], names: Shapes) -> Shapes:
     return {n: names[n] for n in found}
 
 
-def _usual(names: Shapes, count: int) -> Iterator[list[Shapes]]:
+def _usual(names: Mapping[str, Shape], count: int) -> Iterator[list[Shapes]]:
     """Yield the ways to distribute the parameters over groups that are tried."""
     if count == 1:
-        yield [names]
+        yield [dict(names)]
     elif count == 2:
         matrices = {n: s for n, s in names.items() if len(s) > 1}
         rest = {n: s for n, s in names.items() if len(s) <= 1}
@@ -109,8 +110,8 @@ def _not_by_element(b: Building, values: list[dict[str, Any]], sizes: list[int])
                 other.setdefault(state, value)
     for state, value in other.items():
         line = (
-            f"the optimizer's state {state!r} does not have one value per element (a tensor of shape {value.shape}): it "
-            "is in view.stored only"
+            f"the optimizer's state {state!r} does not have one value per element (a tensor of shape {value.shape}): "
+            "it is in view.stored only"
         )
         b.report(Problem("undecided-layout", line))
     return set(other)

@@ -37,7 +37,8 @@ def matrices(
 ) -> tuple[list[int], dict[str, list[Kept]]]:
     """Return the number of elements of every rank's momenta, and name -> the matrix on each rank that keeps it.
     ``places``: name -> (position in the flat buffer, 0); ``width``: elements of a partition."""
-    lengths, kept = [0] * world, {}
+    lengths = [0] * world
+    kept: dict[str, list[Kept]] = {}
     for name, shape in shapes.items():
         begin, total = places[name][0], prod(shape)
         kept[name] = []
