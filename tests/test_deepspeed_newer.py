@@ -161,3 +161,24 @@ def test_flat_copies_of_listed_parameters(tmp_path: Path) -> None:
     view = _fused(tmp_path, ["b", "a"], param_names=["b", "a"])
     assert set(view.states["exp_avg"]) == {"a", "b"} and view.problems == ()
     assert torch.equal(view.states["fp32"]["a"][...], torch.arange(6.0).view(2, 3))
+
+
+# -- ZenFlow
+
+
+def test_matrices_of_zenflow_are_turned_back(newer_cases: Mapping[str, Case], tmp_path: Path) -> None:
+    """Under ZeRO-3, ZenFlow's files differ from others in the configuration and in that matrices are transposed."""
+    case = newer_cases["weights_zero3"]
+    folder = Path(shutil.copytree(case.path, tmp_path / "copy"))
+    for path in folder.glob("*/*_model_states.pt"):
+        model = torch.load(path, weights_only=False)
+        model["ds_config"]["zero_optimization"]["zenflow"] = {"topk_ratio": 0.2}
+        torch.save(model, path)
+    view = lazyckpt.open(folder)
+    for state in ("fp32", "exp_avg"):
+        for name, tensor in case.truth[state].items():
+            whole = tensor.T if tensor.ndim == 2 else tensor
+            assert bit_equal(view.states[state][name][...], whole.contiguous()), (state, name)
+    embedding = case.truth["fp32"]["embed.weight"].T
+    assert torch.equal(view["embed.weight"][1:3, 4:], embedding[1:3, 4:])
+    assert "ZenFlow" in str(view["embed.weight"].explain())
