@@ -11,6 +11,7 @@ import pickle
 import random
 import shutil
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -199,6 +200,12 @@ def zero_kind(request: pytest.FixtureRequest, zero_cases: Mapping[str, Case]) ->
 def kinds(checkpoints: Checkpoints) -> Mapping[str, Case]:
     """Every other kind of DeepSpeed checkpoint (tests/writers/deepspeed_more.py)."""
     return Cases("deepspeed_kinds", checkpoints("deepspeed_kinds"))
+
+
+@pytest.fixture(scope="session")
+def newer_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    """What DeepSpeed's newer and removed writers saved (tests/writers/deepspeed_newer.py)."""
+    return ChainMap(*(dict(Cases(group, checkpoints(group))) for group in ("deepspeed_newer", "deepspeed_older")))
 
 
 # -- Hugging Face
@@ -450,7 +457,7 @@ def complete(case: Case) -> Case:
     untrained = {n: t for n, t in weights.items() if n not in trained and tied.get(n, n) not in trained}
     truth["fp32"] = truth["fp32"] | untrained | {a: truth["fp32"][o] for a, o in tied.items() if o in trained}
     if "exp_avg_sq" in truth:  # Adam's kind
-        truth["step"] = {n: torch.tensor(float(case.info["step"])) for n in trained}
+        truth["step"] = {n: torch.tensor(float(case.info["step"])) for n in truth["exp_avg_sq"]}
     if case.info["stage"] == 3:
         del truth["weights"]
     return replace(case, truth=truth)

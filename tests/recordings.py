@@ -33,6 +33,7 @@ from .writers import (
     bit_equal,
     deepspeed_launch,
     deepspeed_more,
+    deepspeed_newer,
     deepspeed_run,
     deepspeed_specs,
     deepspeed_zero,
@@ -148,6 +149,16 @@ GROUPS = {
         ("deepspeed", "transformers", "torch"),
         ("deepspeed", "transformers"),
         frozenset(name for name in deepspeed_more.NAMES if name.split(".")[0] in deepspeed_more.UNRECORDED),
+    ),
+    "deepspeed_newer": Group(
+        tuple(deepspeed_newer.SPECS), deepspeed_newer.write_all, _deepspeed, ("deepspeed", "torch"), ("deepspeed",)
+    ),
+    "deepspeed_older": Group(  # needs deepspeed 0.18
+        tuple(deepspeed_newer.OLDER),
+        deepspeed_newer.write_older,
+        _deepspeed,
+        ("deepspeed", "torch"),
+        ("deepspeed", "deepspeed.runtime.zero.mics"),
     ),
     "deepspeed_run": Group(
         tuple(deepspeed_run.SPECS), deepspeed_run.write, _run, ("deepspeed", "torch"), ("deepspeed",)

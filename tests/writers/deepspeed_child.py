@@ -69,6 +69,11 @@ def run_tool(_: int, out: Path, tool: str) -> None:
     getattr(_module("deepspeed_tools"), tool)(out)
 
 
+def _has(name: str) -> bool:
+    """Whether this version of DeepSpeed has the module."""
+    return (Path(deepspeed.__file__).parent.joinpath(*name.split(".")[1:])).with_suffix(".py").exists()
+
+
 def _module(name: str) -> Any:
     return importlib.import_module(f".{name}", __package__)
 
@@ -76,7 +81,8 @@ def _module(name: str) -> Any:
 def main(job: Path) -> None:
     start = time.monotonic()
     for name in _LATE:
-        importlib.import_module(name)
+        if not name.startswith("deepspeed.") or _has(name):
+            importlib.import_module(name)
     out_dir, specs, tools, scratch = pickle.loads(job.read_bytes())
     for writer in {spec.writer for spec in specs.values()}:
         _module(writer)

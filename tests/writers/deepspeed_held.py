@@ -36,6 +36,8 @@ def held(engine: Any) -> States:
         pairs = [pair for weights, masters in groups for pair in zip(weights, masters, strict=True)]
         states = _whole_states(optimizer.optimizer, names, pairs)
         states["fp32"] = {names[id(p)]: master.detach().clone() for p, master in pairs}
+    elif hasattr(optimizer, "fp32_groups_flat"):  # FP16_Optimizer
+        states = _fused_states(optimizer, names)
     else:
         states = flat_states(optimizer, names)
     states["weights"] = weights = module_weights(module)
@@ -115,6 +117,45 @@ def flat_states(optimizer: Any, names: dict[int, str]) -> States:
     return states
 
 
+def _fused_states(optimizer: Any, names: dict[int, str]) -> States:
+    """FP16_Optimizer without ZeRO: every parameter is a view of its group's flat buffer, which the states follow."""
+    states: States = {}
+    for group, buffer, master in zip(
+        optimizer.fp16_groups, optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True
+    ):
+        state = optimizer.optimizer.state[master]
+        for key, flat in ({"fp32": master} | {key: state[key] for key in _state_keys(state, master)}).items():
+            for p in group:
+                start = (p.data_ptr() - buffer.data_ptr()) // p.element_size()
+                states.setdefault(key, {})[names[id(p)]] = (
+                    flat[start : start + p.numel()].view(p.shape).detach().clone()
+                )
+    return states
+
+
+def muon_momenta(optimizer: Any, names: dict[int, str]) -> dict[str, Tensor]:
+    """ZeRO 1/2 with Muon: every rank keeps the whole momentum of each matrix of which it holds an element, one after
+    the other (stage_1_and_2.py ``get_flat_partition``), and uses the part of the elements that it holds.  All ranks
+    that keep a matrix's must have the same."""
+    found: dict[str, Tensor] = {}
+    for g, params in enumerate(optimizer.params_in_partition):
+        momentum = optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[g]].get("momentum_buffer")
+        at = 0
+        for p in params if momentum is not None else ():
+            found[names[id(p)]] = momentum[at : at + p.numel()].view(p.shape).clone()
+            at += p.numel()
+        if momentum is not None and at != momentum.numel():
+            raise RuntimeError(f"a momentum of {momentum.numel()} elements for matrices of {at}")
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    whole: dict[str, Tensor] = {}
+    for of_rank in everyone:
+        for name, t in of_rank.items():
+            if not bit_equal(whole.setdefault(name, t), t):
+                raise RuntimeError(f"{name}: the ranks' momenta differ")
+    return whole
+
+
 def _whole_states(
     optimizer: torch.optim.Optimizer, names: dict[int, str], pairs: Iterable[tuple[Tensor, Tensor]]
 ) -> States:
@@ -135,7 +176,7 @@ def _unsharded(
 
 def _state_keys(state: dict[str, Any], flat: Tensor) -> list[str]:
     keys = sorted(key for key, t in state.items() if torch.is_tensor(t) and t.shape == flat.shape)
-    if not keys:
+    if not keys and "momentum_buffer" not in state:  # Muon's is gathered by :func:`muon_momenta`
         raise RuntimeError(f"no optimizer state of shape {tuple(flat.shape)} among {sorted(state)}")
     return keys
 

@@ -44,6 +44,7 @@ def launch(out_dir: Path, specs: Mapping[str, Spec], tools: Mapping[str, Sequenc
         "DS_ACCELERATOR": "cpu",
         "DS_BUILD_OPS": "0",
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # Muon's kernels, which take a minute to compile
         "PYTHONHASHSEED": "0",  # DeepSpeed orders the parameter groups of experts by iterating over a set of strings
         "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
     }

@@ -56,7 +56,7 @@ class NastyModel(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x: torch.Tensor = self.embed(ids) + self.pos[: ids.shape[1]]
         with torch.no_grad():  # every rank sees its own data, so these end up different by rank
-            self.running.lerp_(x.float().mean((0, 1)), 0.5)
+            self.running.lerp_(x.float().mean((0, 1)).to(self.running.dtype), 0.5)
             self.counter += ids.sum()
             self.mask = (ids.flatten()[:9] % 2).bool()
         for block in self.blocks:

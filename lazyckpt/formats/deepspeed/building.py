@@ -22,7 +22,7 @@ from ...layouts.merge import Source as RuleSource
 from ...layouts.merge import decide
 from ..shared.rank_shards import Merging, Shard, Shards, missing, undecided
 from ..torch_save import Indexed, bloat, used_bytes
-from .files import RankFiles
+from .files import RankFiles, of_writers
 
 Shapes = dict[str, Shape]
 
@@ -97,7 +97,7 @@ class Building:
             try:
                 found = read_torch_file(self.store, path, self._pickles)
             except LazyckptError as e:
-                found = e
+                found = of_writers(path, e)
             if keep:
                 self._read[path] = found
         if isinstance(found, LazyckptError):

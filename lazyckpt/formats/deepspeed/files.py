@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from ...core.names import natural
-from ...errors import CorruptError, FormatError, MissingFileError
+from ...errors import CorruptError, FormatError, LazyckptError, MissingFileError
 from ...io.storage.base import Entry, Store
 from ..reader import Source
 
@@ -42,6 +42,10 @@ _PATTERNS: dict[Kind, re.Pattern[str]] = {
     ),
     "expert_optim": re.compile(rf"expp_rank_{_rank('ep')}_mp_rank_{_rank('mp')}_optim_states\.pt"),
 }
+
+# FastPersist (runtime/model_checkpointing/writer_factory.py `create_writer`) appends which of how many ranks wrote a
+# file. What every rank holds (ZeRO-0 to 2: the model states) is written by all of them.
+_WRITTEN_BY = re.compile(rf"(?P<name>.+\.pt)-{_rank('writer')}\.{_rank('writers')}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class RankFile:
 
 
 def parse_ckpt_name(path: str | os.PathLike[str]) -> RankFile | None:
-    """Parse the name of a rank file.
+    """Parse the name of a rank file. The end ``-WRITER.WRITERS`` of FastPersist's names is left out.
 
     Parameters
     ----------
@@ -118,7 +122,7 @@ def parse_ckpt_name(path: str | os.PathLike[str]) -> RankFile | None:
     >>> parse_ckpt_name("global_step9/layer_03-model_01-model_states.pt")
     RankFile(kind='layer', mp=None, dp=None, tp=1, ep=None, layer=3, expert=None, prefix='')
     """
-    name = os.path.basename(os.fspath(path))
+    name, _ = _written_by(os.path.basename(os.fspath(path)))
     for kind, pattern in _PATTERNS.items():
         match = pattern.fullmatch(name)
         if match is not None:
@@ -127,6 +131,12 @@ def parse_ckpt_name(path: str | os.PathLike[str]) -> RankFile | None:
             ranks = {field: None if text is None else int(text) for field, text in found.items()}
             return RankFile(kind, prefix="bf16_" if prefix == "bf16_" else "fp16_" if prefix else "", **ranks)
     return None
+
+
+def _written_by(name: str) -> tuple[str, str]:
+    """Return (the name without the end that FastPersist appends, that end)."""
+    match = _WRITTEN_BY.fullmatch(name)
+    return (match["name"], name[match.end("name") :]) if match else (name, "")
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:
@@ -205,6 +215,8 @@ class RankFiles:
     left_over: list[str] = field(default_factory=list)
     """Files of an older save under the same tag that a newer save did not overwrite because it names them differently.
     Only the modification times show which is newer. (`keep_one_save` sorts out other kinds of files.)"""
+    copies: list[str] = field(default_factory=list)
+    """Files of FastPersist that other ranks wrote, too: the lowest rank's is read."""
 
     def __bool__(self) -> bool:
         return bool(self.model or self.zero_model or self.optim or self.layers or self.universal)
@@ -216,10 +228,14 @@ def rank_files(folder: str, names: Mapping[str, Entry]) -> RankFiles:
 
     def put(group: dict[K, str], key: K, name: str) -> None:
         path, known = f"{folder}/{name}" if folder else name, group.get(key)
-        newer = known is None or names[name].info.mtime_ns >= names[known.rpartition("/")[2]].info.mtime_ns
-        if newer:
+        if known is None:
             group[key] = path
-        if known is not None:
+        elif _same_writers(known, path):  # names are sorted: the lowest rank that wrote it is known
+            files.copies.append(path)
+        else:
+            newer = names[name].info.mtime_ns >= names[known.rpartition("/")[2]].info.mtime_ns
+            if newer:
+                group[key] = path
             files.left_over.append(known if newer else path)
 
     for name in sorted(names, key=natural):
@@ -229,7 +245,7 @@ def rank_files(folder: str, names: Mapping[str, Entry]) -> RankFiles:
             case RankFile("zero_model", dp=int(dp), mp=int(mp)):
                 put(files.zero_model, (dp, mp), name)
             case RankFile("optim", dp=int(dp), mp=int(mp), prefix=prefix):
-                files.by_prefix.setdefault(prefix, {})[dp, mp] = f"{folder}/{name}" if folder else name
+                put(files.by_prefix.setdefault(prefix, {}), (dp, mp), name)
             case RankFile("layer", layer=int(layer), tp=tp):
                 put(files.layers, (layer, tp or 0), name)
             case RankFile("expert", layer=layer, expert=int(expert), mp=int(mp)):
@@ -239,6 +255,13 @@ def rank_files(folder: str, names: Mapping[str, Entry]) -> RankFiles:
     for table in files.by_prefix.values():
         files.optim.update(table)
     return files
+
+
+def _same_writers(path: str, other: str) -> bool:
+    """Return whether two paths of the same rank file are what several ranks wrote of it with FastPersist."""
+    name, by = _written_by(path)
+    same, by_other = _written_by(other)
+    return name == same and bool(by) and by.rpartition(".")[2] == by_other.rpartition(".")[2]
 
 
 def find_folder(source: Source, strict: bool = True) -> RankFiles | None:
@@ -321,10 +344,28 @@ def _latest(store: Store, source: Source, strict: bool) -> str | None:
     return tag
 
 
+def of_writers(path: str, error: LazyckptError) -> LazyckptError:
+    """Return the error of a file that cannot be read, which says more if the file may be a part of one.
+
+    With ``checkpoint_serialization`` off and DeepSpeed's patched torch/serialization.py, FastPersist's writers share
+    the bytes of the tensors (io/fast_file_writer.py `_partition_byte_tensors`), in the order of their addresses on each
+    rank, which differ: nothing says how the parts belong together."""
+    by = _written_by(path)[1]
+    if not isinstance(error, CorruptError) or by.endswith(".1") or not by:
+        return error
+    return CorruptError(
+        f"{error} ({by[1:].partition('.')[2]} writers of FastPersist may have shared it: such parts cannot be put "
+        'together. Save again without "checkpoint_serialization": false)'
+    )
+
+
 def name_of_rank(path: str, dp: int, mp: int) -> str:
     """Return the path of another rank's file of the same kind."""
     known = parse_ckpt_name(path)
     assert known is not None  # every path in a RankFiles parses
     head, _, _ = path.rpartition("/")
-    name = replace(known, dp=dp, mp=mp).name
+    end = _written_by(path)[1]
+    if end.startswith(f"-{known.dp}."):  # (every rank writes its own)
+        end = f"-{dp}{end[end.index('.') :]}"
+    name = replace(known, dp=dp, mp=mp).name + end
     return f"{head}/{name}" if head else name

@@ -28,6 +28,7 @@ from ..shared.rank_shards import Shard, Shards
 from .autoep import layer_of, stacked
 from .building import Building, Shapes, Stage, table
 from .files import RankFiles, name_of_rank
+from .muon import RULE, Kept, as_partitions, fragments, matrices, use_muon
 from .plainopt import state_name
 
 
@@ -141,6 +142,16 @@ class Stage12:
         padding = paddings[g] if isinstance(paddings, list) and g < len(paddings) else 0
         return length in (master[0], width) or (type(padding) is int and length == master[0] + padding)
 
+    def matrices(
+        self, cut: _Cut, places: Mapping[str, tuple[int, int]], width: int
+    ) -> tuple[list[int], dict[str, list[Kept]]] | None:
+        """Return what the ranks keep of the matrices of a group that uses Muon (see `muon`); None for other groups."""
+        if not any(
+            use_muon(r.state.get("base_optimizer_state"), cut.g) for r in cut.optim.values() if isinstance(r, Optim)
+        ):
+            return None
+        return matrices(cut.shapes, places, width, len(cut.optim))
+
     def fragments(
         self, shape: tuple[int, ...], width: int, place: tuple[int, int], parts: tuple[Partition, ...]
     ) -> FlatFragments:
@@ -177,6 +188,9 @@ class Stage3:
     def by_element(self, rank: Optim | Hole, g: int, length: int, master: Shape, width: int) -> bool:
         """Return whether a state of that length has a value per element of an fp32 partition: it is as long."""
         return length == master[0]
+
+    def matrices(self, cut: _Cut, places: Mapping[str, tuple[int, int]], width: int) -> None:
+        """Return None: the momenta of Muon are cut as the weights are."""
 
     def fragments(
         self, shape: tuple[int, ...], width: int, place: tuple[int, int], parts: tuple[Partition, ...]
@@ -265,13 +279,15 @@ def _list(value: Any) -> list[Any]:
 
 
 class _Cut(NamedTuple):
-    """A group, and the ranks that share it. ``found``: state -> rank among these -> its tensor."""
+    """A group, and the ranks that share it. ``found``: state -> rank among these -> its tensor; ``whole``: states of
+    Muon -> name -> the ranks that keep its whole matrix."""
 
     g: int
     shapes: Shapes
     optim: OptimFiles
     rank: Rank
     found: dict[str, dict[int, StoredTensor]]
+    whole: dict[str, dict[str, list[Kept]]]
 
 
 def _cut(g: int, shapes: Shapes, optim: OptimFiles, stage: Stage12 | Stage3, rank: Rank) -> _Cut:
@@ -287,7 +303,7 @@ def _cut(g: int, shapes: Shapes, optim: OptimFiles, stage: Stage12 | Stage3, ran
         for key, value in values.items():
             if isinstance(value, StoredTensor):
                 found.setdefault(key, {})[dp] = value
-    return _Cut(g, shapes, optim, rank, found)
+    return _Cut(g, shapes, optim, rank, found, {})
 
 
 def _not_by_element(b: Building, cuts: Sequence[_Cut], stage: Stage12 | Stage3) -> set[str]:
@@ -298,20 +314,31 @@ def _not_by_element(b: Building, cuts: Sequence[_Cut], stage: Stage12 | Stage3) 
         masters = cut.found["fp32"]
         try:
             held = [masters[dp].shape[0] if dp in masters and len(masters[dp].shape) == 1 else -1 for dp in cut.optim]
-            width, _ = stage.place(cut.g, cut.shapes, len(cut.optim), held)
+            width, places = stage.place(cut.g, cut.shapes, len(cut.optim), held)
         except CorruptError:
             continue  # the groups themselves do not fit: reported where they are read
+        lengths, kept = stage.matrices(cut, places, width) or ([], {})
         for state, found in cut.found.items():
+            if state == "fp32" or state in other:
+                continue
+            uneven = None
             for dp, t in found.items():
-                if state == "fp32" or state in other or t.shape == () or dp not in masters:
+                if t.shape == () or dp not in masters:
                     continue
                 own = masters[dp].shape
                 if len(t.shape) != 1 or not stage.by_element(cut.optim[dp], cut.g, t.shape[0], own, width):
-                    other[state] = f"shape {tuple(t.shape)} where a rank has {own[0]:,} elements of a group"
+                    uneven = f"a tensor of shape {tuple(t.shape)} where a rank has {own[0]:,} elements of a group"
+                    break
+            if kept and all(t.shape == (lengths[dp],) for dp, t in found.items()) and not as_partitions(kept, found):
+                if uneven is None:
+                    other[state] = "it may be of whole matrices, as Muon keeps them, or of partitions"
+                cut.whole[state] = kept
+            elif uneven is not None:
+                other[state] = uneven
     for state, evidence in other.items():
         line = (
-            f"the optimizer's state {state!r} does not have one value per element (a tensor of {evidence}): it is in "
-            "view.stored only"
+            f"the optimizer's state {state!r} does not have one value per element ({evidence}): it is in view.stored "
+            "only"
         )
         b.report(Problem("undecided-layout", line))
     return set(other)
@@ -368,6 +395,9 @@ def _flat_state(b: Building, state: str, cut: _Cut, stage: Stage12 | Stage3) -> 
         else:
             extent = Hole(r.file.path, f"{r.file.path} has no {state!r} of group {g}")
         partitions.append(Partition(extent, cut.rank._replace(dp=dp)))
+    if state in cut.whole:
+        kept, own = cut.whole[state], next(t.dtype for t in found.values())
+        return {n: Shard(s, own, fragments(s, kept[n], partitions), RULE) for n, s in shapes.items()}
     held = [p.extent.shape[0] if isinstance(p.extent, Extent) else -1 for p in partitions]
     try:
         width, places = stage.place(g, shapes, world, held)

@@ -55,11 +55,11 @@ def numbered_groups(optimizer: Any) -> list[Group]:
     """Return the param groups of a plain optimizer's state_dict; [] if it is not one."""
     if not isinstance(optimizer, Mapping):
         return []
-    by_id, groups = _torch_state(optimizer)
+    by_id, groups = torch_state(optimizer)
     masters = _masters(optimizer, groups)
     found = []
     for group in groups:
-        ids = _ids(group)
+        ids = ids_of(group)
         names = group.get("param_names")
         shapes = [_shapes(by_id.get(i), masters.get(i)) for i in ids]
         listed = [n for n in names if isinstance(n, str)] if isinstance(names, list | tuple) else []
@@ -179,7 +179,7 @@ def optimizer_shards(
     shapes = [group.shapes for group in groups]
     ways = matches(names, groups, spread)
     found = common(ways, shapes) if ways else assign_by_shape(list(names.items()), shapes)
-    by_id, param_groups = _torch_state(optimizer)
+    by_id, param_groups = torch_state(optimizer)
     masters = _masters(optimizer, param_groups)
     shards: Shards = {}
     unnamed: dict[str, tuple[int, int]] = {}
@@ -221,7 +221,7 @@ def state_name(key: Any) -> str:
     return key if isinstance(key, str) else short(key)
 
 
-def _torch_state(optimizer: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
+def torch_state(optimizer: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[dict[Any, Any]]]:
     """Return (number -> state, the param groups), also from inside FP16_UnfusedOptimizer's state_dict."""
     inner = optimizer.get("optimizer_state_dict", optimizer)
     by_id = inner.get("state") if isinstance(inner, dict) else None
@@ -231,7 +231,7 @@ def _torch_state(optimizer: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[dic
     return by_id, [g for g in groups if isinstance(g, dict)]
 
 
-def _ids(group: Mapping[Any, Any]) -> list[int]:
+def ids_of(group: Mapping[Any, Any]) -> list[int]:
     params = group.get("params")
     return [i for i in params if isinstance(i, int) and abs(i) < 1 << 62] if isinstance(params, list | tuple) else []
 
@@ -243,7 +243,7 @@ def _masters(optimizer: Mapping[Any, Any], groups: list[dict[Any, Any]]) -> dict
         return {}
     return {
         i: t
-        for copy, numbers in zip(copies, map(_ids, groups), strict=True)
+        for copy, numbers in zip(copies, map(ids_of, groups), strict=True)
         if isinstance(copy, list) and len(copy) == len(numbers)
         for i, t in zip(numbers, copy, strict=True)
         if isinstance(t, StoredTensor)

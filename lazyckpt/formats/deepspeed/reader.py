@@ -37,6 +37,7 @@ from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_laye
 from .plainopt import named_shapes, numbered_groups
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
 from .weights import announce_rest, copies, expert_shards, module_shards, report_fused_attention, sharded_rest
+from .zenflow import turn_back, uses_zenflow
 from .zero0 import optimizer_states, ties_of_plain_optimizers, undecided_optimizers, with_undecided
 
 _BUFFER = (replicated, "buffer_names: buffers are not cut over ranks")
@@ -122,6 +123,8 @@ def read(source: Source) -> Index:
     if sharded and b.states.get("fp32"):
         _report_unlisted(b, first, module, aliases)
     bare = _complete(b, sharded, {n for s in stages.values() for g in s.groups for n in g})
+    if sharded and uses_zenflow(first.model):
+        turn_back(b.states, buffer_names(first.model))
     for path in files.zero_model.values():
         try:
             b.files.setdefault(path, b.info(path))

@@ -27,6 +27,8 @@ from .autoep import router_aliases
 from .building import Building, shapes_of, table, tensors_in
 from .files import RankFiles
 
+_MUON, _ADAM = frozenset({"momentum_buffer"}), frozenset({"exp_avg", "exp_avg_sq", "step"})
+
 
 def read(source: Source, files: RankFiles) -> Index:
     """Index a universal checkpoint. Raises CorruptError if no parameter can be read."""
@@ -83,6 +85,8 @@ def _holes(
     problems = []
     unreadable: dict[str, str] = {}
     folders = source.inside(root)
+    muon, adam = (_with_any(b, states) for states in (_MUON, _ADAM))
+    apart = muon.isdisjoint(adam)  # Muon leaves some parameters to Adam: these have other states
     for name in sorted(listed.trained, key=natural):
         known = next((names[name].shape for s, names in b.states.items() if s != "step" and name in names), None)
         shape = known or shapes.get(name)
@@ -91,7 +95,7 @@ def _holes(
             problems.append(Problem("missing-file", f"{path} is missing, the folder of a parameter", path))
             unreadable[name] = f"{path} is missing"
         for state, names in b.states.items():
-            if name in names:
+            if name in names or (apart and ((name in muon and state in _ADAM) or (name in adam and state in _MUON))):
                 continue
             path = f"{root}/{name}/{state}.pt"
             size = () if state == "step" else shape
@@ -114,6 +118,10 @@ def _holes(
             if entry.is_dir and name not in listed.trained | listed.others
         ]
     return problems, unreadable
+
+
+def _with_any(b: Building, states: frozenset[str]) -> set[str]:
+    return {name for state in states - {"step"} for name in b.states.get(state, ())}
 
 
 def _slices(b: Building, meta: dict[str, Any]) -> list[Problem]:

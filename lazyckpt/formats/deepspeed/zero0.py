@@ -18,6 +18,7 @@ from ..shared.rank_shards import Shard, Shards, update
 from .autoep import layer_of, stacked
 from .building import Building, Shapes, Stage, buffer_names, table, tensors_in
 from .files import RankFiles
+from .fused import flat_masters, fused_shards
 from .pipeline import Layers, evident_ties, local_shapes, stage_names
 from .plainopt import Group, match, numbered_groups, optimizer_shards
 
@@ -49,8 +50,9 @@ def optimizer_states(
             if files.expert_optim:
                 _expert_optimizers(b, files, stage, names, shards)
             else:
-                where = f"optimizer of rank {mp}"
-                update(shards, optimizer_shards(b, stage.file, stage.model.get("optimizer"), names, stage.rank, where))
+                where, optimizer = f"optimizer of rank {mp}", stage.model.get("optimizer")
+                kind = optimizer_shards if flat_masters(optimizer) is None else fused_shards
+                update(shards, kind(b, stage.file, optimizer, names, stage.rank, where))
         b.add(shards)
 
 
@@ -143,6 +145,10 @@ def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[
             optimizer = table(file, table(file, file.root).get("optimizer"))
         except LazyckptError as e:
             b.report(cannot_read(path, e, ", the optimizer states in it are lost"))
+            continue
+        if flat_masters(optimizer) is not None:
+            line = f"{path}: its groups are flat, and nothing says how the parameters lie in them: see view.stored"
+            b.report(Problem("undecided-name", line, path))
             continue
         data_first = table(file, stage.model.get("ds_config")).get("use_data_before_expert_parallelism") is True
         all_names, spread = _with_experts(names, experts, numbered_groups(optimizer), degree, ep, data_first)
