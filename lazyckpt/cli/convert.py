@@ -54,7 +54,9 @@ _Dequantize = Annotated[
 ]
 _Quantize = Annotated[
     str | None,
-    typer.Option(metavar="KIND", help="Quantize matrices to fp8-block, int8, nf4 or mxfp4, rounding to nearest."),
+    typer.Option(
+        metavar="KIND", help="Quantize matrices to fp8-block, int8, nf4, nf4-double or mxfp4, rounding to nearest."
+    ),
 ]
 _Skip = Annotated[
     str | None,

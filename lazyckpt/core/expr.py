@@ -189,6 +189,9 @@ _MODULES = {
     "quantize.scales": "quantizing",
     "quantize.codes": "quantizing",
     "quantize.pairs": "quantizing",
+    "quantize.mean": "double_quantizing",
+    "quantize.centered": "double_quantizing",
+    "quantize.nested_state": "double_quantizing",
     "quantize.gguf": "ggml_quantizing",
     "constant": "quantizing",
     "multiply": "adapters",
@@ -294,7 +297,7 @@ def wanted(spec: TensorSpec, want: Selection) -> Iterator[tuple[Input, Selection
         node, part = stack.pop()
         if isinstance(node, Input):
             yield node, part
-        else:
+        elif all(map(len, part)):
             stack.extend(zip(node.inputs, op_of(node.op).pull(node, part), strict=True))
 
 
