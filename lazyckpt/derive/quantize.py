@@ -206,8 +206,8 @@ def _nf4(module: str, weight: Expr | Input, dtype: DType, double: bool = False) 
     yield f"{name}.absmax", make("quantize.codes", centered, **how)
     yield f"{name}.nested_absmax", make("quantize.scales", centered, **how)
     yield f"{name}.nested_quant_map", _constant(np.asarray(dynamic_map(), np.float32), F32)
-    text = json.dumps({**state, "nested_blocksize": 256, "nested_dtype": "float32"})
-    yield f"{name}.quant_state.bitsandbytes__nf4", make("quantize.nested_state", mean, text=text)
+    said = json.dumps({**state, "nested_blocksize": 256, "nested_dtype": "float32"})
+    yield f"{name}.quant_state.bitsandbytes__nf4", make("quantize.nested_state", mean, text=said)
 
 
 def _nf4_double(module: str, weight: Expr | Input, dtype: DType) -> Parts:
