@@ -171,6 +171,7 @@ _MODULES = {
     "dequantize.bits": "packed",
     "dequantize.sparse24": "sparse",
     "dequantize.bitmask": "sparse",
+    "dequantize.marlin": "marlin",
     "dequantize.marlin24": "marlin",
     "dequantize.gptq": "words",
     "dequantize.awq": "words",
