@@ -310,8 +310,8 @@ def _same_names(
     if parts:
         raise DataError(
             f"{file.where}: the models have other names or shapes: {'; '.join(parts)}. "
-            "Models of different vocabularies are not merged; missing='skip' leaves these tensors out. For other names: "
-            "lazyckpt.open(path).rename(...), then lazyckpt.merge"
+            "Models of different vocabularies are not merged; missing='skip' leaves these tensors out. "
+            "For other names: lazyckpt.open(path).rename(...), then lazyckpt.merge"
         )
 
 
