@@ -71,6 +71,12 @@ class Op(ABC):
     lets_go = False  # whether the reader may use the memory of the blocks again when `compute` has returned
     elementwise = False  # whether an element needs the same element of every operand, all of which have its shape
 
+    @property
+    def parts(self) -> bool:
+        """Whether the operation on parts of its operands is the part of its result: an element depends on the same
+        element of each operand, and neither on whole operands nor on its place."""
+        return self.elementwise and not self.prepares
+
     @abstractmethod
     def kind(self, inputs: Sequence[Kind], params: Mapping[str, Any]) -> Kind:
         """Return the shape and the dtype of the result. Raises DataError if the operands do not fit.

@@ -60,7 +60,7 @@ def quantized(
     parts_of: dict[str, list[str]] = {}
     left: list[str] = []
     refused: dict[str, list[str]] = {}
-    for name in specs:
+    for name in _shown(view):
         shape, dtype = kind_of(specs, name)
         if kind == "fp8-block" and _is_stack(name, shape, dtype) and not _skips(name, patterns):
             for part, value in _fp8_experts(name, operand(specs[name])):
@@ -109,6 +109,17 @@ def quantized(
     return index, tuple(step for step in view._steps if step[0] == "below"), settings
 
 
+def _shown(view: Namespace[Any]) -> Iterator[str]:
+    """Yield the full names of the tensors of the result: all, or those that `select` has left."""
+    specs = view.specs
+    if not any(kind == "select" for kind, _ in view._steps):
+        yield from specs
+        return
+    owners = view._index.aliases
+    listed = {owners.get(full, full) for full in view._listed.values()}
+    yield from (name for name in specs if name in listed)
+
+
 def _module(name: str) -> str:
     return name.removesuffix(".weight")
 
@@ -154,7 +165,8 @@ def _aliases(view: Namespace[Any], parts_of: Mapping[str, list[str]], tensors: M
     found = {}
     for alias, owner in view._index.aliases.items():
         if owner not in parts_of:
-            found[alias] = owner
+            if owner in tensors:
+                found[alias] = owner
             continue
         for part in parts_of[owner]:
             tied = _module(alias) + part.removeprefix(_module(owner))

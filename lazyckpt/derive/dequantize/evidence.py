@@ -119,6 +119,13 @@ def _beside(store: Store, wants_model: bool) -> Evidence:
     return Evidence(model or {}, {}, others, tuple(problems))
 
 
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json less what describes a quantization."""
+    found = {key: value for key, value in config.items() if key not in (*_KEYS, "quantization")}
+    inner = found.get("text_config")
+    return {**found, "text_config": without_quantization(inner)} if isinstance(inner, Mapping) else found
+
+
 def quantization_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of a config.json that describes a quantization; empty if there is none."""
     for place in (config, config.get("text_config")):
