@@ -22,7 +22,7 @@ from ..core.specs import Expr, Input, TensorSpec, kind_of
 from ..errors import DataError, Problem, only_one, some
 from ..namespace import STORED, Namespace, Step
 from .dequantize.conv1d import is_turned
-from .dequantize.evidence import evidence_of
+from .dequantize.evidence import KEYS, evidence_of
 
 # Modules that stay as they are, by globs of their names: heads, embeddings, norms, routers of experts, gates of shared
 # ones.
@@ -30,8 +30,6 @@ SKIPPED = (
     "lm_head", "*.lm_head", "output", "embed_out", "*embed*", "wte", "*.wte", "wpe", "*.wpe", "*norm*", "*.ln_*",
     "ln_f", "*router*", "*.gate", "*_gate", "*.wg",
 )  # fmt: skip
-
-_KEYS = ("quantization_config", "compression_config", "quantization")
 
 Parts = Iterator[tuple[str, Expr]]
 
@@ -100,7 +98,7 @@ def quantized(
         for why, names in refused.items()
     ]
     settings = _SETTINGS[kind](sorted(left))
-    model = {key: value for key, value in evidence.model.items() if key not in _KEYS}
+    model = {key: value for key, value in evidence.model.items() if key not in KEYS}
     model["quantization_config"] = settings
     index = view._index
     told = (*index.problems, *(one for one in problems if one not in index.problems))

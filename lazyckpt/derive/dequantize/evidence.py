@@ -21,6 +21,7 @@ from ...namespace import Namespace
 _MODEL = "config.json"
 _OTHERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _KEYS = ("quantization_config", "compression_config")
+KEYS = (*_KEYS, "quantization")  # of a config.json; the last one is of MLX
 _FOLDERS = ("", "huggingface/")  # verl keeps the configuration in the second
 
 
@@ -120,10 +121,12 @@ def _beside(store: Store, wants_model: bool) -> Evidence:
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json less what describes a quantization."""
-    found = {key: value for key, value in config.items() if key not in (*_KEYS, "quantization")}
-    inner = found.get("text_config")
-    return {**found, "text_config": without_quantization(inner)} if isinstance(inner, Mapping) else found
+    """Return a config.json less what describes a quantization, also of parts of the model."""
+    return {
+        key: without_quantization(value) if key.endswith("_config") and isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in KEYS
+    }
 
 
 def quantization_in(config: Mapping[str, Any]) -> Mapping[str, Any]:
