@@ -127,7 +127,7 @@ class SideFiles:
             self._config = dict(view.meta["config"])
         if dtype is not None and self._folder is not None:
             cleaned = without_quantization(self._config, dtype)
-            kept = {} if plain else {key: self._config[key] for key in _KEYS if key in self._config}
+            kept = {} if plain else {key: self._config[key] for key in KEYS if key in self._config}
             self._config = cleaned | kept
         if settings is not None:
             self._config = with_quantization(self._config, settings)
