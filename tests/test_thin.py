@@ -280,10 +280,9 @@ def test_object_stores(tmp_path: Path, cloud: Cloud) -> None:
         with pytest.raises(DestinationError, match="only read"):
             lazyckpt.prune(url, 1, thin=True, delete=True, **options)
         return
-    for keep in (2, 1):
-        done = lazyckpt.prune(url, keep, thin=True, delete=True, **options)
-        assert done.failed == () and [one.step for one in done.thinned] == [3 - keep]
-        check_remote(url, truth, **options)
+    done = lazyckpt.prune(url, 1, thin=True, delete=True, **options)
+    assert done.failed == () and [one.step for one in done.thinned] == [1, 2]
+    check_remote(url, truth, **options)
     assert lazyckpt.open(lazyckpt.open_run(url, **options).paths[1], cache=False, **options).format == "delta"
 
 
@@ -293,7 +292,7 @@ def test_a_kill_in_a_bucket(tmp_path: Path, kind: str) -> None:
     truth = weights(2)
     (tmp_path / "run").mkdir()
     KINDS[kind](tmp_path / "run", truth)
-    for at in range(1, 100, 2):
+    for at in range(1, 100, 4):
         url = in_memory(tmp_path / "run", f"killed-{kind}")
         count = 0
         with pytest.MonkeyPatch.context() as patched:
@@ -420,7 +419,7 @@ def test_a_kill_at_any_point(tmp_path: Path, kind: str) -> None:
     template = tmp_path / "template"
     template.mkdir()
     KINDS[kind](template, truth)
-    for at in range(1, 200, 1 if kind in ("trainer", "scripts") else 3):
+    for at in range(1, 200, 1 if kind == "trainer" else 3):
         folder = tmp_path / str(at)
         shutil.copytree(template, folder)
         with pytest.MonkeyPatch.context() as patched:
