@@ -24,7 +24,7 @@ from .core.compose import held, inside
 from .core.copies import Copy
 from .core.dtypes import check_converts, dtype_of
 from .core.expr import cast, formula, leaves, wanted
-from .core.extents import Extent, Hole, Packed
+from .core.extents import Chunk, Extent, Hole, Packed
 from .core.fragments import fragments_of
 from .core.select import Selection
 from .core.specs import Fragment, TensorSpec
@@ -66,15 +66,26 @@ class Cost:
     paths: set[str] = field(default_factory=set)
     nbytes: int = 0
     requests: int | None = None
+    whole: set[Any] = field(default_factory=set)
+    """The packed chunks of known sizes that are counted in ``nbytes``."""
 
     def add(self, copy: Copy, found: Range) -> None:
         """Add a range that a copy reads."""
         path, start, length, count, in_all = found
-        self.nbytes += in_all
         self.paths.add(path)
-        if copy.extent.within is not None:
-            self.places.append(f"{path}: {length * count:,} bytes within {copy.extent.within}")
+        within = copy.extent.within
+        if within is not None:
+            line = f"{path}: {length * count:,} bytes within {within}"
+            if isinstance(within, Chunk) and within.codecs and within.window and not within.shards:
+                size = within.window[1]  # read and unpacked from its beginning
+                self.nbytes += 0 if within.key in self.whole else size
+                self.whole.add(within.key)
+                line += f", which is read and unpacked as a whole ({size:,} bytes)"
+            else:
+                self.nbytes += in_all
+            self.places.append(line)
             return
+        self.nbytes += in_all
         times = and_more(count - 1, "runs of that length", start=" and ")
         times += ", with what lies between" if in_all > length * count else ""
         self.places.append(f"{path}: bytes {start:,} to {start + length:,} ({length:,}){times}")

@@ -181,7 +181,7 @@ GROUPS = {
         "gptq",
         ("gptqmodel", "auto_gptq"),
         "w4_v1_sharded_tied w4_v2_act_order w3_v1 w3_planar w8_v2_odd_groups w2_v1_borrows w5_planar w4_dynamic "
-        "w4_autogptq w2_autogptq",
+        "w4_autogptq w2_autogptq w4_marlin w4_marlin_one_group",
     ),
     "quantized_awq": _quantized("awq", ("autoawq",), "gemm_sharded_tied gemm_one_group gemv gemv_fast"),
     "quantized_bitsandbytes": _quantized(

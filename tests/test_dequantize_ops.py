@@ -271,6 +271,27 @@ def test_marlin24(folder: Path, data: st.DataObject) -> None:
     check_parts(t, draw)
 
 
+@some
+@given(data=st.data())
+def test_marlin(folder: Path, data: st.DataObject) -> None:
+    draw = data.draw
+    tiles, outputs = draw(st.integers(1, 3)), 64 * draw(st.integers(1, 3))
+    words = random_bytes((tiles, outputs * 2), torch.int32, draw(st.integers(0, 99)))
+    t = array(folder, {"words": words}, lambda o: make("dequantize.marlin", o["words"]))
+    codes = torch.stack([words >> 4 * n & 15 for n in range(8)], -1).view(-1, 16, 8)  # 16 words of a thread and column
+    # a thread has rows of tensor cores' fragments: two of each half, of two columns that are 8 apart
+    row = torch.tensor([0, 1, 8, 9])[:, None] + torch.zeros(2, dtype=torch.int64)
+    expected = torch.zeros(tiles * 16, outputs, dtype=torch.int8)
+    for n, block in enumerate(codes.view(tiles, outputs // 64, 8, 4, 4, 8).unbind(2)):  # the columns n and n + 8
+        for thread in range(4):
+            for quarter in range(4):
+                one = block[:, :, thread, quarter].view(tiles, -1, 2, 4).transpose(2, 3).reshape(tiles, -1, 8)
+                for k, (a, column) in enumerate(zip((row + 2 * thread).T.ravel().tolist(), [n] * 4 + [n + 8] * 4)):
+                    expected.view(tiles, 16, -1, 4, 16)[:, a, :, quarter, column] = (one[..., k] - 8).to(torch.int8)
+    same_bits(t[...], expected.T)
+    check_parts(t, draw)
+
+
 def test_marlin24_without_an_order(folder: Path) -> None:
     tensors = {"words": torch.zeros(1, 128, dtype=torch.int32), "meta": torch.zeros(1, 128, dtype=torch.int16)}
     t = array(folder, tensors, lambda o: make("dequantize.marlin24", *o.values(), bits=4))
@@ -296,6 +317,8 @@ def test_operands_that_do_not_fit(folder: Path) -> None:
         ("dequantize.sparse24", ("scales", "codes"), {"shape": (4, 4)}),
         ("dequantize.marlin24", ("words", "codes"), {"bits": 4}),
         ("dequantize.marlin24", ("words", "codes"), {"bits": 3}),
+        ("dequantize.marlin", ("words",), {}),
+        ("dequantize.marlin", ("codes",), {}),
         ("dequantize.bitmask", ("words", "codes"), {"shape": (4, 4), "starts": (0, 0, 0, 0)}),
         ("dequantize.by_index", ("scales", "codes"), {}),
     ):

@@ -353,7 +353,8 @@ def test_fused_experts_are_each_expert(tmp_path: Path) -> None:
     [
         (GPTQ | {"bits": 8}, "contradicting-quantization"),
         (GPTQ | {"group_size": 7, "desc_act": True}, None),  # g_idx decides
-        (GPTQ | {"checkpoint_format": "marlin"}, "undecided-quantization"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "contradicting-quantization"),
+        (GPTQ | {"is_marlin_format": True}, "contradicting-quantization"),
         (GPTQ | {"checkpoint_format": "bitblas"}, "undecided-quantization"),
         ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}, "contradicting-quantization"),
         ({"quant_method": "awq", "bits": 3, "group_size": 128}, "undecided-quantization"),
@@ -367,7 +368,7 @@ def test_what_configurations_contradict(tmp_path: Path, said: Mapping[str, Any] 
     assert ("a.weight" in set(view)) is (code is None)
 
 
-@pytest.mark.parametrize("said", ["bitblas", "marlin", "gptq_bitblas"])
+@pytest.mark.parametrize("said", ["bitblas", "gptq_bitblas"])
 def test_layouts_that_are_not_read_are_named(tmp_path: Path, said: str) -> None:
     stored = {"a.B": torch.zeros(4, 64, dtype=torch.int32), "a.s": torch.ones(1, 64, dtype=torch.float16)}
     config: dict[str, Any] = {"quant_method": said, "bits": 4, "group_size": -1}
@@ -378,6 +379,30 @@ def test_layouts_that_are_not_read_are_named(tmp_path: Path, said: str) -> None:
     view = lazyckpt.open(folder_of(tmp_path / "gptq", stored, config)).dequantize()
     (problem,) = [one for one in view.problems if one.code == "undecided-quantization"]
     assert repr(said) in str(problem) and set(view) == set(stored)
+
+
+def test_marlin_that_contradicts_its_configuration(tmp_path: Path) -> None:
+    stored = {"a.B": torch.zeros(16, 512, dtype=torch.int32), "a.s": torch.ones(2, 256, dtype=torch.float16)}
+    good: dict[str, Any] = {"quant_method": "marlin", "group_size": 128}
+    view = lazyckpt.open(folder_of(tmp_path / "good", stored, good)).dequantize()
+    assert set(view) == {"a.weight"} and not view.problems and view["a.weight"].shape == (256, 256)
+    assert (view["a.weight"][...] == -8).all()
+    for n, (config, name, other) in enumerate(
+        [
+            (good | {"bits": 8}, None, None),
+            (good | {"group_size": -1}, None, None),
+            (good, "a.s", torch.ones(4, 256, dtype=torch.float16)),
+            (good, "a.s", torch.ones(0, 256, dtype=torch.float16)),
+            (good, "a.s", torch.ones(256, dtype=torch.float16)),
+            (good, "a.B", torch.zeros(16, 500, dtype=torch.int32)),
+            (good, "a.B", torch.zeros(0, 512, dtype=torch.int32)),
+            (good, "a.B", torch.zeros(16, 512, dtype=torch.int64)),
+        ]
+    ):
+        tensors = stored | ({name: other} if name is not None else {})
+        view = lazyckpt.open(folder_of(tmp_path / str(n), tensors, config)).dequantize()
+        assert [one.code for one in view.problems] == ["contradicting-quantization"], (config, name)
+        assert set(view) == set(stored)
 
 
 def test_gptq_without_its_order_is_not_guessed(tmp_path: Path) -> None:

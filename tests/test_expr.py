@@ -461,6 +461,13 @@ def test_every_operation_is_tested() -> None:
     assert own == tested, "add the new operations to `expressions`"
 
 
+def test_every_operation_is_documented() -> None:
+    from lazyckpt.core.expr import _MODULES
+
+    page = (Path(__file__).parent.parent / "docs" / "reference" / "operations.md").read_text()
+    assert [name for name in _MODULES if f"`{name}`" not in page] == []
+
+
 def test_leaves_in_order(files: Files) -> None:
     def names() -> Iterator[str]:
         yield from (one.spec.name for one in leaves(computed("t", make("mean", make("mean", a, b), c))))

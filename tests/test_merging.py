@@ -373,3 +373,27 @@ def test_models_that_mergekit_cannot_read(megatron_cases: Any, dcp_cases: Any, z
                 found = merge.view[name][...]
                 assert found.dtype == t.dtype
                 assert torch.allclose(found.to(wide.dtype), wide * weight, rtol=1e-2, atol=0), name
+
+
+def test_names_that_one_model_lacks(tmp_path: Path) -> None:
+    for n in (1, 2):
+        one = tmp_path / f"m{n}"
+        one.mkdir()
+        more = {"b.weight": torch.ones(3), "c.weight": torch.ones(2)} if n == 2 else {"c.weight": torch.zeros(4)}
+        save_file({"a.weight": torch.full((2, 2), float(n)), **more}, one / "model.safetensors")
+        (tmp_path / "run").mkdir(exist_ok=True)
+        torch.save(
+            {"a": torch.full((2,), float(n)), **({"b": torch.ones(2)} if n == 2 else {})}, tmp_path / f"run/step_{n}.pt"
+        )
+    call = ["merge", str(tmp_path / "m1"), str(tmp_path / "m2"), "-q", "-o"]
+    told = CliRunner().invoke(app, [*call, str(tmp_path / "out")])
+    assert told.exit_code == 2 and "--missing skip" in told.output and not (tmp_path / "out").exists()
+    for how, names in (("skip", {"a.weight"}), ("keep", {"a.weight", "b.weight", "c.weight"})):
+        assert CliRunner().invoke(app, [*call, str(tmp_path / how), "--missing", how]).exit_code == 0
+        view = lazyckpt.open(tmp_path / how)
+        assert set(view) == names and (view["a.weight"][...] == 1.5).all()
+        assert how == "skip" or view["c.weight"].shape == (4,)
+    call = ["convert", str(tmp_path / "run"), str(tmp_path / "mean.safetensors"), "--average", "all", "-q"]
+    assert CliRunner().invoke(app, call).exit_code == 2
+    assert CliRunner().invoke(app, [*call, "--missing", "skip"]).exit_code == 0
+    assert set(lazyckpt.open(tmp_path / "mean.safetensors")) == {"a"}

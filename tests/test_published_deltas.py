@@ -219,3 +219,19 @@ def test_a_missing_version_and_damage(tmp_path: Path) -> None:
     index.write_text(json.dumps(table))
     with pytest.raises(CorruptError):
         lazyckpt.open(place)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_explains_what_a_slice_reads(tmp_path: Path, encoding: str) -> None:
+    """A frame has no index: a row needs all of it, and its own bytes of the base."""
+    old = {"w": torch.randn(64, 32)}
+    new = {"w": old["w"].clone()}
+    new["w"][::5] += 1
+    (tmp_path / "base").mkdir()
+    save_file(old, tmp_path / "base/model.safetensors")
+    slime(tmp_path, 1, new, old, encoding, "adler32", ranks=1)
+    view = lazyckpt.open(tmp_path / "weight_v000001", base=tmp_path / "base")
+    frame = lazyckpt.open(tmp_path / "weight_v000001/model-00000-of-00001.safetensors")["w"].nbytes
+    assert f"({frame + 128:,} bytes read)" in view["w"].explain(3)
+    assert f"({frame:,} bytes)" in view["w"].explain(3)
+    assert torch.equal(view["w"][5:20:5, 3], new["w"][5:20:5, 3])

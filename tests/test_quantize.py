@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import lazyckpt
 from lazyckpt.cli import app
 from lazyckpt.core.expr import make, wanted
-from lazyckpt.core.ops.bitsandbytes import NF4
+from lazyckpt.core.ops.bitsandbytes import NF4, dynamic_map
 from lazyckpt.core.select import Selection
 from lazyckpt.derive.quantize import KINDS
 from lazyckpt.errors import DataError
@@ -32,7 +32,7 @@ from .lanes import rounds
 from .test_dequantize_ops import array, check_parts
 from .writers.quantized_models import linears, llama
 
-BLOCKS = {"fp8": (128, 128), "int8": (1, 96), "nf4": (64,), "mxfp4": (1, 32)}
+BLOCKS = {"fp8": (128, 128), "int8": (1, 96), "nf4": (64,), "dynamic8": (256,), "mxfp4": (1, 32)}
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +65,33 @@ def int8(weight: Tensor) -> Tensor:
     return codes * scale.float()
 
 
+def by_table(flat: Tensor, size: int, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the value of each code, and the scale of each block: bitsandbytes 0.50.2 backends/default/ops.py."""
+    values, scales = [], []
+    for part in flat.split(size):
+        largest = part.abs().amax().clamp(min=1e-38)
+        scaled = part * (1.0 / largest) if len(part) == size else part / largest
+        values.append(table[torch.bucketize(scaled.clamp(-1, 1), (table[:-1] + table[1:]) / 2)])
+        scales.append(largest)
+    return torch.cat(values), torch.stack(scales)
+
+
+def over(scales: Tensor, size: int, count: int) -> Tensor:
+    return scales.repeat_interleave(size)[:count]
+
+
 def nf4(weight: Tensor) -> Tensor:
-    """bitsandbytes 0.50.2 backends/default/ops.py."""
-    table = torch.tensor(NF4)
-    flat = weight.reshape(-1).float()
-    parts = []
-    for part in flat.split(64):
-        largest = part.abs().amax()
-        scaled = part * (1.0 / largest) if len(part) == 64 else part / largest
-        parts.append(table[torch.bucketize(scaled.clamp(-1, 1), (table[:-1] + table[1:]) / 2)] * largest)
-    return torch.cat(parts).view(weight.shape)
+    values, scales = by_table(weight.reshape(-1).float(), 64, torch.tensor(NF4))
+    return (values * over(scales, 64, len(values))).view(weight.shape)
+
+
+def nf4_double(weight: Tensor) -> Tensor:
+    """bitsandbytes 0.50.2 `quantize_4bit(compress_statistics=True)`, with the mean of the scales in float64."""
+    values, scales = by_table(weight.reshape(-1).float(), 64, torch.tensor(NF4))
+    mean = scales.double().mean().float()
+    nested, factors = by_table(scales - mean, 256, torch.tensor(dynamic_map()))
+    scales = nested * over(factors, 256, len(nested)) + mean
+    return (values * over(scales, 64, len(values))).view(weight.shape)
 
 
 def mxfp4(weight: Tensor) -> Tensor:
@@ -90,7 +107,7 @@ def mxfp4(weight: Tensor) -> Tensor:
     return ((table[even] * parts.sign()) * power).view(weight.shape).float()
 
 
-ORACLES = {"fp8-block": fp8, "int8": int8, "nf4": nf4, "mxfp4": mxfp4}
+ORACLES = {"fp8-block": fp8, "int8": int8, "nf4": nf4, "nf4-double": nf4_double, "mxfp4": mxfp4}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,7 +163,12 @@ class Anything(types.ModuleType):
 def test_transformers_loads_it(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loaded by transformers, the model computes what it computes with the dequantized weights. On CPUs transformers
     dequantizes fp8 while it loads; the others need the packages of their formats."""
-    needs = {"nf4": "bitsandbytes", "int8": "compressed_tensors", "mxfp4": "compressed_tensors"}.get(kind)
+    needs = {
+        "nf4": "bitsandbytes",
+        "nf4-double": "bitsandbytes",
+        "int8": "compressed_tensors",
+        "mxfp4": "compressed_tensors",
+    }.get(kind)
     if needs is not None:
         pytest.importorskip(needs)
     elif importlib.util.find_spec("triton") is None:
@@ -269,7 +291,7 @@ def test_skips_what_one_says_and_what_does_not_fit(tmp_path: Path) -> None:
     assert "lm_head.weight_packed" in lazyckpt.open(tmp_path).quantize("mxfp4", skip=["a"])
     with pytest.raises(DataError, match="no matrix"):
         lazyckpt.open(tmp_path).quantize("nf4", skip=["*"])
-    with pytest.raises(DataError, match="name one of fp8-block, int8, nf4, mxfp4"):
+    with pytest.raises(DataError, match="name one of fp8-block, int8, nf4, nf4-double, mxfp4"):
         lazyckpt.open(tmp_path).quantize("int3")
     with pytest.raises(DataError, match="quantized already"):
         view.quantize("nf4")
@@ -279,7 +301,7 @@ def test_skips_what_one_says_and_what_does_not_fit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", BLOCKS)
 def test_edges(scheme: str, tmp_path: Path) -> None:
     """Zeros, and a block with one value: no division by zero."""
-    weight = torch.zeros(3, 96) if scheme != "nf4" else torch.zeros(160)
+    weight = torch.zeros(3, 96) if len(BLOCKS[scheme]) == 2 else torch.zeros(160)
     weight.view(-1)[-1] = -2.0
     for op in ("quantize.codes", "quantize.scales"):
         params = {"scheme": scheme, "block": BLOCKS[scheme], "scale_dtype": torch.float32}
@@ -333,3 +355,25 @@ def test_what_is_computed_from_dequantized_models_is_quantized_again() -> None:
         assert error.max() > 0 and (error <= value.abs().amax(1) / 127).all()
     with pytest.raises(DataError, match="quantized already"):
         stored.quantize("int8")
+
+
+def test_double_quantization_has_the_states_of_bitsandbytes(tmp_path: Path) -> None:
+    """More than one block of scales; the state is JSON, whose size does not depend on the mean."""
+    weight = torch.randn(37, 1000).half()
+    for scale in (1e-4, 1.0):
+        save_file({"a.weight": weight * scale}, tmp_path / "model.safetensors")
+        view = lazyckpt.open(tmp_path, cache=False).quantize("nf4-double")
+        state = view["a.weight.quant_state.bitsandbytes__nf4"]
+        said = json.loads(bytes(state[...]))
+        assert bytes(state[3:90:7]) == bytes(state[...])[3:90:7]
+        _, scales = by_table((weight * scale).reshape(-1).float(), 64, torch.tensor(NF4))
+        assert said.pop("nested_offset") == pytest.approx(float(scales.double().mean()), rel=1e-7)
+        assert said == {
+            "quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [37, 1000], "nested_blocksize": 256,
+            "nested_dtype": "float32",
+        }  # fmt: skip
+        assert view["a.weight.absmax"].dtype == torch.uint8 and view["a.weight.absmax"].shape == (579,)
+        assert view["a.weight.nested_absmax"].shape == (3,)
+        back = view.dequantize(torch.float32)["a.weight"]
+        assert torch.equal(back[...], nf4_double(weight * scale))
+        assert torch.equal(back[20:22, 5:900:3], back[...][20:22, 5:900:3])

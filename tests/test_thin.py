@@ -16,8 +16,11 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt.cli import app
-from lazyckpt.errors import DestinationError
+from lazyckpt.errors import CorruptError, DestinationError
+from lazyckpt.io.storage.uploads import FsspecUploads
 from lazyckpt.runs import thin
+
+from .servers.fixtures import Cloud
 
 Truth = dict[int, dict[str, torch.Tensor]]
 
@@ -61,7 +64,22 @@ def zarr(folder: Path, truth: Truth) -> None:
         lazyckpt.open(folder.parent / "one.pt", cache=False).to_zarr(folder / f"step-{step}", progress=False)
 
 
-KINDS: dict[str, Callable[[Path, Truth], None]] = {"trainer": trainer, "deepspeed": deepspeed, "zarr": zarr}
+def files(folder: Path, truth: Truth) -> None:
+    """Single files."""
+    for step, tensors in truth.items():
+        save_file(tensors, folder / f"step_{step}.safetensors")
+
+
+def scripts(folder: Path, truth: Truth) -> None:
+    """Single files of a script, with optimizers beside them."""
+    for step, tensors in truth.items():
+        torch.save({"model": tensors, "step": step}, folder / f"model_{step}.pt")
+        torch.save({"state": {0: {"exp_avg": torch.rand(64, 96)}}, "param_groups": []}, folder / f"optimizer_{step}.pt")
+
+
+KINDS: dict[str, Callable[[Path, Truth], None]] = {
+    "trainer": trainer, "deepspeed": deepspeed, "zarr": zarr, "files": files, "scripts": scripts
+}  # fmt: skip
 
 
 def check(folder: Path, truth: Truth) -> None:
@@ -94,7 +112,10 @@ def test_the_older_steps_become_deltas(run: tuple[Path, Truth]) -> None:
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     planned = lazyckpt.prune(folder, 2, thin=True)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    assert (planned.deleted, planned.remove, len(planned.thinned)) == (False, (), 2)
+    assert (planned.deleted, len(planned.thinned)) == (False, 2)
+    assert [item.name for item in planned.remove] == [
+        n for n in ("optimizer_1.pt", "optimizer_2.pt") if folder / n in before
+    ]
     done = lazyckpt.prune(folder, 2, thin=True, delete=True)
     assert (done.deleted, done.failed, [one.step for one in done.thinned]) == (True, (), [1, 2])
     assert [one.base for one in done.thinned] == [one.base for one in planned.thinned]
@@ -102,6 +123,9 @@ def test_the_older_steps_become_deltas(run: tuple[Path, Truth]) -> None:
     now = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     assert done.nbytes == size - now
     assert len(deltas(folder)) == 2
+    assert sorted(p.name for p in folder.glob("optimizer_*")) == (
+        ["optimizer_3.pt", "optimizer_4.pt"] if (folder / "model_4.pt").exists() else []
+    )
     assert not [p for p in folder.iterdir() if p.name.startswith(".")]
     # again: nothing is left to do; and later, when there is one more whole step to thin
     assert lazyckpt.prune(folder, 2, thin=True, delete=True).thinned == ()
@@ -164,14 +188,160 @@ def test_long_chains_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     check(tmp_path, truth)
 
 
-def test_files_and_buckets_are_not_thinned(tmp_path: Path) -> None:
-    for step, tensors in weights(3).items():
-        save_file(tensors, tmp_path / f"step_{step}.safetensors")
+def test_files_step_by_step(tmp_path: Path) -> None:
+    """A delta over a file is still one when the file has become a delta itself, also when it is pruned."""
+    truth = weights(5)
+    files(tmp_path, truth)
+    for keep in (4, 3, 1):
+        done = lazyckpt.prune(tmp_path, keep, thin=True, delete=True)
+        assert done.failed == ()
+        check(tmp_path, truth)
+        assert lazyckpt.verify(tmp_path / "step_1").ok
+    assert sorted(p.name for p in tmp_path.iterdir()) == [*(f"step_{n}" for n in range(1, 5)), "step_5.safetensors"]
+    assert lazyckpt.open(tmp_path, cache=False).files.keys() == {"step_5.safetensors"}
+    (tmp_path / "latest").write_text("step_2")
+    done = lazyckpt.prune(tmp_path, 1, delete=True)
+    assert [item.name for item in done.remove] == ["step_1"]
+    assert {item.name: item.reason for item in done.keep}["step_3"] == "the base of step_2"
+    check(tmp_path, {step: tensors for step, tensors in truth.items() if step > 1})
+
+
+def test_files_that_are_not_thinned(tmp_path: Path) -> None:
+    truth = weights(3)
+    files(tmp_path, truth)
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / "notes.txt").write_text("mine")
     done = lazyckpt.prune(tmp_path, 1, thin=True, delete=True)
-    assert (done.thinned, done.remove) == ((), ())
-    assert {item.reason for item in done.keep[:2]} == {"a single file: only folders are thinned"}
-    with pytest.raises(DestinationError, match="folder on a disk"):
-        lazyckpt.prune("memory://run", 1, thin=True)
+    assert [one.step for one in done.thinned] == [2] and done.failed == ()
+    assert (tmp_path / "step_1.safetensors").exists() and (tmp_path / "step_1" / "notes.txt").exists()
+    # moments that one keeps are not in the model's file: the optimizer's stays
+    (tmp_path / "other").mkdir()
+    scripts(tmp_path / "other", truth)
+    done = lazyckpt.prune(tmp_path / "other", 1, thin=("weights", "exp_avg"), delete=True)
+    assert len(done.thinned) == 2 and len(list((tmp_path / "other").glob("optimizer_*"))) == 3
+
+
+def test_an_optimizer_stays_if_its_model_is_not_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = weights(3)
+    scripts(tmp_path, truth)
+
+    def wrong(*args: Any) -> None:
+        raise CorruptError("the disk is faulty")
+
+    monkeypatch.setattr(thin, "_verify", wrong)
+    done = lazyckpt.prune(tmp_path, 1, thin=True, delete=True)
+    assert len(done.failed) == 2 and not done.thinned and not done.remove
+    assert len(list(tmp_path.glob("optimizer_*"))) == 3 and not list(tmp_path.glob(".*"))
+    check(tmp_path, truth)
+
+
+def in_memory(folder: Path, name: str) -> str:
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    if memory.exists(f"/{name}"):
+        memory.rm(f"/{name}", recursive=True)
+    memory.put(str(folder), f"/{name}", recursive=True)
+    return f"memory://{name}"
+
+
+def check_remote(url: str, truth: Truth, **options: Any) -> None:
+    run = lazyckpt.open_run(url, **options)
+    assert run.steps == tuple(truth)
+    for name in next(iter(truth.values())):
+        assert torch.equal(run[name][...], torch.stack([tensors[name] for tensors in truth.values()])), name
+
+
+@pytest.mark.parametrize("kind", ["trainer", "files", "scripts", "zarr"])
+def test_buckets(tmp_path: Path, kind: str) -> None:
+    truth = weights(4)
+    (tmp_path / "run").mkdir()
+    KINDS[kind](tmp_path / "run", truth)
+    url = in_memory(tmp_path / "run", f"thin-{kind}")
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    before = memory.du(f"/thin-{kind}")
+    planned = lazyckpt.prune(url, 2, thin=True)
+    assert memory.du(f"/thin-{kind}") == before and len(planned.thinned) == 2
+    done = lazyckpt.prune(url, 2, thin=True, delete=True)
+    assert done.failed == () and [one.step for one in done.thinned] == [1, 2]
+    assert done.nbytes == before - memory.du(f"/thin-{kind}")
+    check_remote(url, truth)
+    lazyckpt.prune(url, 1, thin=True, delete=True)
+    check_remote(url, truth)
+    assert not [path for path in memory.find(f"/thin-{kind}") if "lazyckpt-" in path]
+    memory.rm(f"/thin-{kind}", recursive=True)
+
+
+@pytest.mark.slow
+def test_object_stores(tmp_path: Path, cloud: Cloud) -> None:
+    truth = weights(3)
+    (tmp_path / "run").mkdir()
+    files(tmp_path / "run", truth)
+    url, options = cloud.put_folder(tmp_path / "run", "thinned"), {"storage_options": cloud.options}
+    if url.startswith("http"):
+        with pytest.raises(DestinationError, match="only read"):
+            lazyckpt.prune(url, 1, thin=True, delete=True, **options)
+        return
+    done = lazyckpt.prune(url, 1, thin=True, delete=True, **options)
+    assert done.failed == () and [one.step for one in done.thinned] == [1, 2]
+    check_remote(url, truth, **options)
+    assert lazyckpt.open(lazyckpt.open_run(url, **options).paths[1], cache=False, **options).format == "delta"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["trainer", "scripts"])
+def test_a_kill_in_a_bucket(tmp_path: Path, kind: str) -> None:
+    truth = weights(2)
+    (tmp_path / "run").mkdir()
+    KINDS[kind](tmp_path / "run", truth)
+    for at in range(1, 100, 4):
+        url = in_memory(tmp_path / "run", f"killed-{kind}")
+        count = 0
+        with pytest.MonkeyPatch.context() as patched:
+            for name in ("put", "remove"):
+                call = getattr(FsspecUploads, name)
+
+                def counted(*args: Any, call: Callable[..., Any] = call, at: int = at) -> Any:
+                    nonlocal count
+                    count += 1
+                    if count == at:
+                        raise Killed
+                    return call(*args)
+
+                patched.setattr(FsspecUploads, name, counted)
+            try:
+                lazyckpt.prune(url, 1, thin=True, delete=True)
+                break
+            except Killed:
+                pass
+        check_remote(url, truth)
+        lazyckpt.prune(url, 1, thin=True, delete=True)
+        check_remote(url, truth)
+        memory = pytest.importorskip("fsspec").filesystem("memory")
+        left = [path.rpartition("/")[2] for path in memory.find(f"/killed-{kind}")]
+        assert not [name for name in left if "lazyckpt-" in name], at
+        assert len([name for name in left if "optimizer" in name]) == 1, at
+        assert lazyckpt.open(lazyckpt.open_run(url).paths[1], cache=False).format == "delta"
+    assert at > 5
+
+
+def test_an_object_that_is_not_what_was_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truth = weights(2)
+    trainer(tmp_path / "run", truth)
+    url = in_memory(tmp_path / "run", "wrong")
+    put = FsspecUploads.put
+
+    def damaged(self: FsspecUploads, key: str, content: Any) -> int:
+        pieces = list(content)
+        if "/c/" in key:
+            pieces = [bytes(len(pieces[0])), *pieces[1:]]
+        return put(self, key, pieces)
+
+    monkeypatch.setattr(FsspecUploads, "put", damaged)
+    done = lazyckpt.prune(url, 1, thin=True, delete=True)
+    assert len(done.failed) == 1 and "bytes that were sent" in done.failed[0] and not done.thinned
+    monkeypatch.undo()
+    check_remote(url, truth)
+    assert lazyckpt.prune(url, 1, thin=True, delete=True).failed == ()
+    check_remote(url, truth)
 
 
 def test_a_thinned_run_in_a_bucket(tmp_path: Path) -> None:
@@ -233,8 +403,9 @@ def stops(monkeypatch: pytest.MonkeyPatch, at: int) -> Iterator[int]:
 
         return counted
 
-    monkeypatch.setattr(thin.os, "replace", counting(os.replace))
-    monkeypatch.setattr(thin.shutil, "rmtree", counting(shutil.rmtree))
+    monkeypatch.setattr(os, "replace", counting(os.replace))
+    monkeypatch.setattr(os, "rename", counting(os.rename))
+    monkeypatch.setattr(shutil, "rmtree", counting(shutil.rmtree))
     for name in ("unlink", "rmdir", "mkdir"):
         monkeypatch.setattr(Path, name, counting(getattr(Path, name)))
     monkeypatch.setattr(thin, "_verify", counting(thin._verify))
@@ -263,7 +434,7 @@ def test_a_kill_at_any_point(tmp_path: Path, kind: str) -> None:
         check(folder, truth)
         assert len(deltas(folder)) == 1
         assert not [p.name for p in folder.rglob("*") if p.name.startswith(".")], at
-        assert len(list(folder.rglob("optimizer.pt"))) == (kind == "trainer"), at
+        assert len(list(folder.rglob("optimizer*.pt"))) == (kind in ("trainer", "scripts")), at
         shutil.rmtree(folder)
     assert at > 10
 
@@ -282,11 +453,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.exit_code == 0
     assert [one["name"] for one in json.loads(done.output)["thinned"]] == ["checkpoint-1", "checkpoint-2"]
     check(tmp_path, truth)
-
-
-def test_buckets_are_refused_before_anything_is_requested() -> None:
-    for delete in (False, True):
-        with pytest.raises(DestinationError, match=r"folder on a disk.*lazyckpt\.delta"):
-            lazyckpt.prune("s3://nowhere/run", keep=1, thin=True, delete=delete)
-    told = CliRunner().invoke(app, ["prune", "s3://nowhere/run", "--keep", "1", "--thin"])
-    assert told.exit_code == 2 and "disk" in told.output

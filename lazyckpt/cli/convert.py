@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..core.units import human_bytes, plural
+from ..derive.arithmetic import Missing
 from ..derive.quantize import is_dequantized
 from ..errors import DataError, LazyckptError, and_more, some
 from ..export.registry import NAMES
@@ -23,7 +24,17 @@ from ..view import CheckpointView
 from .choices import steps_of
 from .console import as_options, write_error, write_line, write_text
 from .jobs import Job, can_resume, check_files, kept, planned, run_job, side_files
-from .options import BaseOption, FormatOption, PathArg, RulesOption, StateOption, StoredOption, TagOption, open_view
+from .options import (
+    BaseOption,
+    FormatOption,
+    MissingOption,
+    PathArg,
+    RulesOption,
+    StateOption,
+    StoredOption,
+    TagOption,
+    open_view,
+)
 from .targets import Wanted, check, target_of
 from .workers import parse_share, target_of_work
 
@@ -54,7 +65,9 @@ _Dequantize = Annotated[
 ]
 _Quantize = Annotated[
     str | None,
-    typer.Option(metavar="KIND", help="Quantize matrices to fp8-block, int8, nf4 or mxfp4, rounding to nearest."),
+    typer.Option(
+        metavar="KIND", help="Quantize matrices to fp8-block, int8, nf4, nf4-double or mxfp4, rounding to nearest."
+    ),
 ]
 _Skip = Annotated[
     str | None,
@@ -142,6 +155,7 @@ def convert(
     upcycle: _Upcycle = None,
     average: _Average = None,
     ema: _Ema = None,
+    missing: MissingOption = "error",
     base: BaseOption = None,
     tp: _Degree = None,
     pp: _Degree = None,
@@ -216,6 +230,8 @@ def convert(
     )
     if ema is not None and average is None:
         raise DataError("--ema is an average of steps of a run: add --average all, or --average last:5")
+    if missing != "error" and average is None:
+        raise DataError("--missing is for an average of steps of a run: add --average all, or --average last:5")
     if average is not None and (stored or state or tag or format or rules or base):
         raise DataError("--average takes a run: leave out --stored, --state, --tag, --format, --rules and --base")
     kind = target_of(dst, to)
@@ -226,7 +242,7 @@ def convert(
     if average is None:
         job = planned(src, open_view(src, state, stored, tag, format, rules, base), kind, dst, wanted, memory)
     else:
-        averaged, place, steps = _averaged(src, average, ema)
+        averaged, place, steps = _averaged(src, average, ema, missing)
         job = planned(src, averaged, kind, dst, wanted, memory, place)
     if dequantize and not any(is_dequantized(spec) for spec in job.view.specs.values()):
         _note("no tensor that is written is quantized: --dequantize changes nothing (--dtype without it converts all)")
@@ -279,11 +295,11 @@ def convert(
         raise typer.Exit(code)
 
 
-def _averaged(run: str, text: str, decay: float | None) -> tuple[CheckpointView, str, list[int]]:
+def _averaged(run: str, text: str, decay: float | None, missing: Missing) -> tuple[CheckpointView, str, list[int]]:
     """Return the average of steps of a run, the path of the last of them, and the steps."""
     found = RunView(run)
     steps = steps_of(text, found.steps)
-    view = found.mean(steps) if decay is None else found.ema(decay, steps)
+    view = found.mean(steps, missing=missing) if decay is None else found.ema(decay, steps, missing=missing)
     return view, found.at(steps[-1]).root, steps
 
 

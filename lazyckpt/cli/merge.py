@@ -15,6 +15,7 @@ from ..errors import DataError, and_more
 from ..recipes.merging import Merge, read_merge, write_merge
 from ..show.text import oddities
 from .console import write_line, write_text
+from .options import MissingOption
 
 _FILES = (".yml", ".yaml", ".json")  # endings of merge files
 _PROBLEMS = 10  # maximum number of problems that are printed
@@ -47,6 +48,7 @@ def merge(
     weight: _Weights = None,
     set_: _Params = None,
     dtype: Annotated[str | None, typer.Option(metavar="NAME", help="Write floats as bf16, fp16, fp32, ...")] = None,
+    missing: MissingOption = "error",
     config: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder with config.json (default: that of the base model).")
     ] = None,
@@ -69,11 +71,12 @@ def merge(
             raise DataError("a merge file takes one destination: lazyckpt merge config.yml OUT")
         if base or weight or set_ or dtype or method != "linear":
             raise DataError("--method, --base, --weight, --set and --dtype are in the merge file: leave them out")
-        found, dest = read_merge(paths[0], config=config), out or paths[1]
+        found, dest = read_merge(paths[0], config=config, missing=missing), out or paths[1]
     else:
         if out is None:
             raise DataError("where should the result be written? Say -o OUT")
-        found, dest = read_merge(_table(paths, method, base, weight, set_, dtype), config=config), out
+        table = _table(paths, method, base, weight, set_, dtype)
+        found, dest = read_merge(table, config=config, missing=missing), out
     plan = _plan(found, dest)
     if not quiet and not as_json:
         _print(plan, found)

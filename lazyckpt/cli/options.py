@@ -11,6 +11,7 @@ import typer
 
 from ..core.select import parse_index
 from ..core.units import plural
+from ..derive.arithmetic import Missing
 from ..errors import DataError, FormatError, MissingFileError, SelectionError, TensorNotFoundError
 from ..inspect.report import SEVERITIES, FailOn
 from ..layouts.merge import user_rules
@@ -29,6 +30,9 @@ FormatOption = Annotated[
 RulesOption = Annotated[str | None, typer.Option(metavar="FILE", help="Merge rules: a TOML file with a table [rules].")]
 BaseOption = Annotated[
     str | None, typer.Option("--base", metavar="PATH", help="The base of a delta, if it is not where it was.")
+]
+MissingOption = Annotated[
+    Missing, typer.Option(metavar="HOW", help="A name or shape that one lacks: error, skip, or keep (the first one's).")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 FailOnOption = Annotated[

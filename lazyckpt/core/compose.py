@@ -70,7 +70,7 @@ def _together(
     if isinstance(first, Input):
         if all(isinstance(one, Input) and (one.source, one.dtype) == (first.source, first.dtype) for one in nodes):
             return Input(of_files([one.spec for one in nodes if isinstance(one, Input)]), first.source)
-    elif op_of(first.op).elementwise:
+    elif op_of(first.op).parts:
         exprs = [one for one in nodes if isinstance(one, Expr)]
         alike = len(exprs) == len(nodes) and all(_like(one, first) for one in exprs)
         if alike and all(len({one.dtype for one in row}) == 1 for row in zip(*(e.inputs for e in exprs), strict=True)):
@@ -456,7 +456,7 @@ def inside(spec: TensorSpec, box: Box) -> TensorSpec:
 def _inside(node: Expr | Input, box: Box) -> Expr | Input:
     if isinstance(node, Input):
         return replace(node, spec=replace(node.spec, fragments=fragments_of(node.spec.fragments).inside(box)))
-    if not op_of(node.op).elementwise:
+    if not op_of(node.op).parts:
         return node
     return replace(node, inputs=tuple(_inside(one, box) for one in node.inputs))
 

@@ -71,6 +71,12 @@ class Op(ABC):
     lets_go = False  # whether the reader may use the memory of the blocks again when `compute` has returned
     elementwise = False  # whether an element needs the same element of every operand, all of which have its shape
 
+    @property
+    def parts(self) -> bool:
+        """Whether the operation on parts of its operands is the part of its result: an element depends on the same
+        element of each operand, and neither on whole operands nor on its place."""
+        return self.elementwise and not self.prepares
+
     @abstractmethod
     def kind(self, inputs: Sequence[Kind], params: Mapping[str, Any]) -> Kind:
         """Return the shape and the dtype of the result. Raises DataError if the operands do not fit.
@@ -171,6 +177,7 @@ _MODULES = {
     "dequantize.bits": "packed",
     "dequantize.sparse24": "sparse",
     "dequantize.bitmask": "sparse",
+    "dequantize.marlin": "marlin",
     "dequantize.marlin24": "marlin",
     "dequantize.gptq": "words",
     "dequantize.awq": "words",
@@ -189,6 +196,9 @@ _MODULES = {
     "quantize.scales": "quantizing",
     "quantize.codes": "quantizing",
     "quantize.pairs": "quantizing",
+    "quantize.mean": "double_quantizing",
+    "quantize.centered": "double_quantizing",
+    "quantize.nested_state": "double_quantizing",
     "quantize.gguf": "ggml_quantizing",
     "constant": "quantizing",
     "multiply": "adapters",
@@ -294,7 +304,7 @@ def wanted(spec: TensorSpec, want: Selection) -> Iterator[tuple[Input, Selection
         node, part = stack.pop()
         if isinstance(node, Input):
             yield node, part
-        else:
+        elif all(map(len, part)):
             stack.extend(zip(node.inputs, op_of(node.op).pull(node, part), strict=True))
 
 

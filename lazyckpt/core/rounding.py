@@ -8,6 +8,8 @@ float16 is torch.nan. All other values have the same bits either way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import fsum, isfinite, nan
 from typing import TYPE_CHECKING
 
 from .dtypes import bits_of
@@ -16,6 +18,14 @@ if TYPE_CHECKING:
     import torch
 else:
     from ..deferred import torch
+
+
+def exact_sum(parts: Sequence[float]) -> float:
+    """Return the exact sum, rounded once; NaN if a part or the sum is not finite."""
+    try:
+        return fsum(parts) if all(map(isfinite, parts)) else nan
+    except OverflowError:
+        return nan
 
 
 def convert(block: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -88,7 +88,7 @@ def combined(
     for view in views:
         if view.format == "run":
             raise DataError("the tensors of a run are stacked over its steps: combine run.at(step), or take run.mean()")
-    unlike = _unlike(views)
+    unlike = unlike_names(views)
     if unlike and missing == "error":
         raise DataError(_message(views, unlike, what))
     rows = []
@@ -162,7 +162,7 @@ def _in_dtype(spec: TensorSpec, dtype: DType) -> TensorSpec:
     return replace(spec, dtype=dtype, expr=replace(expr, params={**expr.params, "dtype": dtype}, dtype=dtype, kept={}))
 
 
-def _unlike(views: Sequence[Namespace[Any]]) -> dict[str, str]:
+def unlike_names(views: Sequence[Namespace[Any]]) -> dict[str, str]:
     """Return the names that a view lacks, or whose shapes differ -> why."""
     found: dict[str, str] = {}
     first = views[0]
@@ -194,7 +194,7 @@ def _message(views: Sequence[Namespace[Any]], unlike: Mapping[str, str], what: s
         parts.append(f"shapes differ: {some(shapes, _SHOWN)}")
     return (
         f"{what} takes views with the same names and shapes: {'; '.join(parts)}. "
-        "view.rename and view.select make views alike; lazyckpt.mean and lazyckpt.merge take missing='skip' or 'keep'"
+        "view.rename and view.select make views alike; in a mean or a merge, missing='skip' leaves such tensors out"
     )
 
 

@@ -199,6 +199,19 @@ def located(location: str, delta: str, is_url: Callable[[str], bool]) -> str:
     return os.path.normpath(os.path.join(os.path.realpath(delta), location))
 
 
+def without_ending(name: str) -> str:
+    """Return the name of the folder that a checkpoint of a single file becomes when a run is thinned; "" if the name
+    has no such ending.
+
+    >>> without_ending("step_100.safetensors")
+    'step_100'
+    """
+    return next((name[: -len(end)] for end in _ENDINGS if name.endswith(end)), "")
+
+
+_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+
+
 def payload(state: str, how: How) -> str:
     """Return the name of the state that has the stored tensors.
 

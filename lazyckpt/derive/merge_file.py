@@ -15,7 +15,7 @@ from typing import Any
 from ..core.dtypes import DType, dtype_named
 from ..errors import DataError, FormatError, some
 from ..namespace import Namespace
-from .arithmetic import Operand, Row
+from .arithmetic import Missing, Operand, Row, unlike_names
 from .merges import Method, method_of
 from .settings import Scopes, by_part, depths, layer_of
 
@@ -204,7 +204,7 @@ def _settings(table: Any, where: str) -> dict[str, Any]:
     return {str(key): by_part(value, where) for key, value in table.items()}
 
 
-def rows(file: MergeFile, views: Mapping[str, Namespace[Any]]) -> Iterator[Row]:
+def rows(file: MergeFile, views: Mapping[str, Namespace[Any]], missing: Missing = "error") -> Iterator[Row]:
     """Yield the tensors of the result.
 
     Parameters
@@ -213,6 +213,9 @@ def rows(file: MergeFile, views: Mapping[str, Namespace[Any]]) -> Iterator[Row]:
         The merge file.
     views
         The model's path -> its view. The operands' numbers follow the order of this mapping.
+    missing
+        As for `combined`; "keep" takes the tensor of the model that the configuration is of, or of the first that has
+        it. Only without ``slices``.
 
     Raises
     ------
@@ -227,14 +230,22 @@ def rows(file: MergeFile, views: Mapping[str, Namespace[Any]]) -> Iterator[Row]:
         with _told(file.where):
             method.check(file.method, len(models) - based, based)
     if file.sliced:
+        if missing != "error":
+            raise DataError(f"{file.where}: missing={missing!r} is for models, not for slices of them: leave it out")
         yield from _sliced(file, method, views, numbers)
         return
     (only,) = file.slices
     first = views[file.donor]
     depth = depths(first)
     every = dict.fromkeys(name for model in (file.donor, *views) for name in views[model])
-    _same_names(file, only, views, [(name, [name] * len(only.sources)) for name in every])
+    unlike = {} if missing == "error" else unlike_names(list(views.values()))
+    _same_names(file, only, views, [(name, [name] * len(only.sources)) for name in every if name not in unlike])
     for name in every:
+        if name in unlike:
+            if missing == "keep":
+                owner = next(model for model in (file.donor, *views) if views[model]._spec(name) is not None)
+                yield Row(name, [(numbers[owner], name)], None)
+            continue
         yield _row(file, method, only, numbers, name, [name] * len(only.sources), depth(name))
 
 
@@ -299,8 +310,8 @@ def _same_names(
     if parts:
         raise DataError(
             f"{file.where}: the models have other names or shapes: {'; '.join(parts)}. "
-            "Models of different vocabularies are not merged. For other names: lazyckpt.open(path).rename(...), then "
-            "lazyckpt.merge"
+            "Models of different vocabularies are not merged; missing='skip' leaves these tensors out. "
+            "For other names: lazyckpt.open(path).rename(...), then lazyckpt.merge"
         )
 
 

@@ -17,12 +17,12 @@ import numpy as np
 from ..core.dtypes import F32, I32, I64, U8, DType
 from ..core.expr import computed, make, operand
 from ..core.index import Index
-from ..core.ops.bitsandbytes import NF4
+from ..core.ops.bitsandbytes import NF4, dynamic_map
 from ..core.specs import Expr, Input, TensorSpec, kind_of
 from ..errors import DataError, Problem, only_one, some
 from ..namespace import STORED, Namespace, Step
 from .dequantize.conv1d import is_turned
-from .dequantize.evidence import evidence_of
+from .dequantize.evidence import KEYS, evidence_of
 
 # Modules that stay as they are, by globs of their names: heads, embeddings, norms, routers of experts, gates of shared
 # ones.
@@ -30,8 +30,6 @@ SKIPPED = (
     "lm_head", "*.lm_head", "output", "embed_out", "*embed*", "wte", "*.wte", "wpe", "*.wpe", "*norm*", "*.ln_*",
     "ln_f", "*router*", "*.gate", "*_gate", "*.wg",
 )  # fmt: skip
-
-_KEYS = ("quantization_config", "compression_config", "quantization")
 
 Parts = Iterator[tuple[str, Expr]]
 
@@ -60,7 +58,7 @@ def quantized(
     parts_of: dict[str, list[str]] = {}
     left: list[str] = []
     refused: dict[str, list[str]] = {}
-    for name in specs:
+    for name in _shown(view):
         shape, dtype = kind_of(specs, name)
         if kind == "fp8-block" and _is_stack(name, shape, dtype) and not _skips(name, patterns):
             for part, value in _fp8_experts(name, operand(specs[name])):
@@ -75,7 +73,7 @@ def quantized(
         module = _module(name)
         turned = is_turned(evidence.model, module) and not _skips(module, patterns)
         why = "" if _skips(module, patterns) else _unfit(kind, shape)
-        if turned and kind != "nf4":
+        if turned and not kind.startswith("nf4"):
             why = f"stored as [in, out] (Conv1D), which transformers does not load as {kind},"
         if why or _skips(module, patterns):
             if why:
@@ -100,13 +98,24 @@ def quantized(
         for why, names in refused.items()
     ]
     settings = _SETTINGS[kind](sorted(left))
-    model = {key: value for key, value in evidence.model.items() if key not in _KEYS}
+    model = {key: value for key, value in evidence.model.items() if key not in KEYS}
     model["quantization_config"] = settings
     index = view._index
     told = (*index.problems, *(one for one in problems if one not in index.problems))
     states: dict[str, Mapping[str, TensorSpec]] = {**index.states, view._state: tensors}
     index = replace(index, states=states, aliases=aliases, problems=told, meta={**index.meta, "config": model})
     return index, tuple(step for step in view._steps if step[0] == "below"), settings
+
+
+def _shown(view: Namespace[Any]) -> Iterator[str]:
+    """Yield the full names of the tensors of the result: all, or those that `select` has left."""
+    specs = view.specs
+    if not any(kind == "select" for kind, _ in view._steps):
+        yield from specs
+        return
+    owners = view._index.aliases
+    listed = {owners.get(full, full) for full in view._listed.values()}
+    yield from (name for name in specs if name in listed)
 
 
 def _module(name: str) -> str:
@@ -154,7 +163,8 @@ def _aliases(view: Namespace[Any], parts_of: Mapping[str, list[str]], tensors: M
     found = {}
     for alias, owner in view._index.aliases.items():
         if owner not in parts_of:
-            found[alias] = owner
+            if owner in tensors:
+                found[alias] = owner
             continue
         for part in parts_of[owner]:
             tied = _module(alias) + part.removeprefix(_module(owner))
@@ -186,16 +196,32 @@ def _int8(module: str, weight: Expr | Input, dtype: DType) -> Parts:
     yield f"{module}.weight_shape", _constant(np.asarray(weight.shape, np.int64), I64)
 
 
-def _nf4(module: str, weight: Expr | Input, dtype: DType) -> Parts:
+def _nf4(module: str, weight: Expr | Input, dtype: DType, double: bool = False) -> Parts:
+    name = f"{module}.weight"
     flat = make("reshape", weight, shape=(prod(weight.shape),))
     how = {"scheme": "nf4", "block": (64,)}
     pairs = make("quantize.pairs", make("quantize.codes", flat, **how), high=True, pad=7)  # 7 is 0.0
-    yield f"{module}.weight", make("reshape", pairs, shape=(*pairs.shape, 1))
-    yield f"{module}.weight.absmax", make("quantize.scales", flat, **how)
-    yield f"{module}.weight.quant_map", _constant(np.asarray(NF4, np.float32), F32)
+    yield name, make("reshape", pairs, shape=(*pairs.shape, 1))
+    yield f"{name}.quant_map", _constant(np.asarray(NF4, np.float32), F32)
+    scales = make("quantize.scales", flat, **how)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": dtype.name, "shape": list(weight.shape)}
-    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    yield f"{module}.weight.quant_state.bitsandbytes__nf4", _constant(text, U8)
+    if not double:
+        yield f"{name}.absmax", scales
+        text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+        yield f"{name}.quant_state.bitsandbytes__nf4", _constant(text, U8)
+        return
+    mean = make("quantize.mean", scales)
+    centered = make("quantize.centered", scales, mean)
+    how = {"scheme": "dynamic8", "block": (256,)}
+    yield f"{name}.absmax", make("quantize.codes", centered, **how)
+    yield f"{name}.nested_absmax", make("quantize.scales", centered, **how)
+    yield f"{name}.nested_quant_map", _constant(np.asarray(dynamic_map(), np.float32), F32)
+    said = json.dumps({**state, "nested_blocksize": 256, "nested_dtype": "float32"})
+    yield f"{name}.quant_state.bitsandbytes__nf4", make("quantize.nested_state", mean, text=said)
+
+
+def _nf4_double(module: str, weight: Expr | Input, dtype: DType) -> Parts:
+    return _nf4(module, weight, dtype, double=True)
 
 
 def _mxfp4(module: str, weight: Expr | Input, dtype: DType) -> Parts:
@@ -213,6 +239,7 @@ KINDS: dict[str, Callable[[str, Expr | Input, DType], Parts]] = {
     "fp8-block": _fp8_block,
     "int8": _int8,
     "nf4": _nf4,
+    "nf4-double": _nf4_double,
     "mxfp4": _mxfp4,
 }
 
@@ -253,22 +280,27 @@ def _of_mxfp4(left: list[str]) -> dict[str, Any]:
     return _of_compressed("mxfp4-pack-quantized", weights, left)
 
 
-def _of_nf4(left: list[str]) -> dict[str, Any]:
+def _of_nf4(left: list[str], double: bool = False) -> dict[str, Any]:
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "load_in_8bit": False,
         "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_use_double_quant": double,
         "bnb_4bit_compute_dtype": "bfloat16",
         "bnb_4bit_quant_storage": "uint8",
         "llm_int8_skip_modules": left,
     }
 
 
+def _of_nf4_double(left: list[str]) -> dict[str, Any]:
+    return _of_nf4(left, double=True)
+
+
 _SETTINGS: dict[str, Callable[[list[str]], dict[str, Any]]] = {
     "fp8-block": _of_fp8,
     "int8": _of_int8,
     "nf4": _of_nf4,
+    "nf4-double": _of_nf4_double,
     "mxfp4": _of_mxfp4,
 }

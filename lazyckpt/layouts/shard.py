@@ -338,8 +338,12 @@ def unsharded(shards: Sequence[Index]) -> Index:
             for part in placed.blocks:
                 piece = local, Placement(placed.shape, (part,))
                 blocks.setdefault((part.start, part.local.shape), piece)
-        states[state] = {name: _whole(spec, list(found[name].values()), len(every)) for name, spec in specs.items()}
-    return replace(source, states=states, layout=None)
+        states[state] = {  # those that `select` had left when the view was sharded
+            name: _whole(spec, list(found[name].values()), len(every)) for name, spec in specs.items() if name in found
+        }
+    names = {name for table in states.values() for name in table}
+    aliases = {alias: owner for alias, owner in source.aliases.items() if owner in names}
+    return replace(source, states=states, aliases=aliases, layout=None)
 
 
 def _same(a: Index, b: Index) -> bool:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..derive import merge_file
 from ..derive.arithmetic import assembled
 from ..derive.merges import method_of
-from ..errors import DestinationError, FormatError, MissingFileError, Problem
+from ..errors import DataError, DestinationError, FormatError, MissingFileError, Problem
 from ..view import CheckpointView, view_of
 from .huggingface import for_transformers, write_folder
 from .parts import config_in
@@ -43,7 +43,10 @@ class Merge:
 
 
 def read_merge(
-    file: str | os.PathLike[str] | Mapping[str, Any], *, config: str | os.PathLike[str] | None = None
+    file: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    missing: Literal["error", "skip", "keep"] = "error",
 ) -> Merge:
     """Read a merge file of mergekit, and open the models that it names. Reads no tensor data.
 
@@ -60,6 +63,9 @@ def read_merge(
         ``dtype``. The random masks of DARE follow the parameter ``seed``.
     config
         A folder with config.json. By default that of ``base_model`` or, without one, of the first model.
+    missing
+        What to do with a name or a shape that a model lacks: "error" lists them, "skip" leaves them out, "keep" takes
+        the tensor of the base model or, without it, of the first model that has it. Not for ``slices``.
 
     Returns
     -------
@@ -84,7 +90,9 @@ def read_merge(
     views = {model: view for model, (view, _) in opened.items()}
     what = f"the merge by {found.method}"
     listed = list(views.values())
-    rows = merge_file.rows(found, views)
+    rows = list(merge_file.rows(found, views, missing))
+    if not rows:
+        raise DataError(f"{what}: no tensor has the same name and shape in all models")
     like = found.models.index(found.donor)
     store, index = assembled(listed, rows, what=what, format="merged", dtype=found.dtype, like=like)
     problems = (*index.problems, *_unused(found))

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from ..derive.dequantize.evidence import KEYS
 from ..errors import DataError, sentences
 from ..view import CheckpointView
 from .parts import MODEL, check_room_for, config_in, copy, folder_of
 
-_KEYS = ("quantization_config", "compression_config", "quantization")  # the last one is of MLX
 _UNSURE = ("undecided-quantization", "contradicting-quantization")
 
 
@@ -47,7 +47,7 @@ def without_quantization(config: Mapping[str, Any], dtype: torch.dtype) -> dict[
 def _cleaned(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in config.items():
-        if key in _KEYS:
+        if key in KEYS:
             continue
         if key in ("torch_dtype", "dtype"):
             found[key] = dtype
@@ -66,7 +66,7 @@ def with_quantization(config: Mapping[str, Any], settings: Mapping[str, Any]) ->
     settings
         Its ``quantization_config``.
     """
-    return {**{key: value for key, value in config.items() if key not in _KEYS}, "quantization_config": dict(settings)}
+    return {**{key: value for key, value in config.items() if key not in KEYS}, "quantization_config": dict(settings)}
 
 
 def with_config(view: CheckpointView, src: str) -> CheckpointView:
@@ -127,7 +127,7 @@ class SideFiles:
             self._config = dict(view.meta["config"])
         if dtype is not None and self._folder is not None:
             cleaned = without_quantization(self._config, dtype)
-            kept = {} if plain else {key: self._config[key] for key in _KEYS if key in self._config}
+            kept = {} if plain else {key: self._config[key] for key in KEYS if key in self._config}
             self._config = cleaned | kept
         if settings is not None:
             self._config = with_quantization(self._config, settings)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
-from ..errors import DestinationError, MissingFileError
+from ..errors import CorruptError, DestinationError, MissingFileError
 from ..formats.archives import check_outside, is_archive, only_read
 from ..formats.zarr.documents import JOB
 from ..io.storage.base import Store
@@ -27,6 +29,7 @@ from ..jobs.unfinished import Record, record_of, remove_all
 _HIDDEN = re.compile(r"\..+\.[0-9a-f]{8}\.pruned")
 _PRUNED = Record("pruned", {}, owns=True)  # of a checkpoint that is being removed
 _TEXT = 4096  # bytes of a pointer, at most
+_PIECE = 8 << 20  # bytes of a file that are sent and compared at a time
 
 
 class RunFolder(ABC):
@@ -71,6 +74,50 @@ class RunFolder(ABC):
     def remove(self, names: list[str], leftovers: list[str]) -> dict[str, str]:
         """Remove entries and leftovers; return those that could not be removed, with a sentence. A name without a
         sentence is still what it was."""
+
+    # -- The files of one entry, for thinning. Paths are relative to the entry.
+
+    @abstractmethod
+    def is_file(self, name: str) -> bool:
+        """Return whether an entry is a single file."""
+
+    @abstractmethod
+    def having(self, path: str) -> list[str]:
+        """Return the names of the entries that have a file with this path now."""
+
+    @abstractmethod
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return the sizes in bytes of all files in an entry, as they are now, by path."""
+
+    @abstractmethod
+    def scratch(self, name: str) -> AbstractContextManager[Path]:
+        """Return a folder on a disk for the new files of an entry; what is in it is removed at the end."""
+
+    @abstractmethod
+    def tidy(self, name: str) -> None:
+        """Remove what a process that was stopped has left in the scratch folder of an entry."""
+
+    @abstractmethod
+    def read_file(self, name: str, path: str) -> bytes:
+        """Return the content of a small file in an entry; empty if there is none."""
+
+    @abstractmethod
+    def write_file(self, name: str, path: str, text: str) -> None:
+        """Write a small file in an entry, at once."""
+
+    @abstractmethod
+    def fill(self, name: str, source: Path, paths: Sequence[str]) -> None:
+        """Put files of a scratch folder into an entry, in this order, replacing those with the same paths. Each is
+        there as a whole or not at all, and its bytes are those of the scratch folder."""
+
+    @abstractmethod
+    def add(self, name: str, source: Path, paths: Sequence[str]) -> None:
+        """Make a new entry of files of a scratch folder, which nobody opens before it is complete."""
+
+    @abstractmethod
+    def drop(self, name: str, paths: Sequence[str]) -> None:
+        """Remove files of an entry, and the folders that are then empty; those that do not exist are ignored. With the
+        path "", the entry is a single file."""
 
     def text(self, name: str) -> str:
         """Return the text of a pointer; "" if there is none."""
@@ -155,6 +202,64 @@ class LocalFolder(RunFolder):
                 failed[place] = f"{name} (now {place}): {e.strerror or e}: {e.filename}"
         return failed
 
+    def is_file(self, name: str) -> bool:
+        return (self.root / name).is_file()
+
+    def having(self, path: str) -> list[str]:
+        return [name for name in sorted(os.listdir(self.root)) if (self.root / name / path).is_file()]
+
+    def sizes(self, name: str) -> dict[str, int]:
+        place = self.root / name
+        return {p.relative_to(place).as_posix(): p.stat().st_size for p in sorted(place.rglob("*")) if p.is_file()}
+
+    @contextmanager
+    def scratch(self, name: str) -> Iterator[Path]:
+        try:
+            yield self._hidden(name)
+        except Exception:
+            shutil.rmtree(self._hidden(name), ignore_errors=True)
+            raise
+        self.tidy(name)
+
+    def tidy(self, name: str) -> None:
+        hidden = self._hidden(name)
+        if hidden.is_dir() and not hidden.is_symlink():
+            shutil.rmtree(hidden)
+
+    def _hidden(self, name: str) -> Path:
+        return self.root / f".{name}.thin"  # of the same file system, so that files can be moved
+
+    def read_file(self, name: str, path: str) -> bytes:
+        try:
+            return (self.root / name / path).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+
+    def write_file(self, name: str, path: str, text: str) -> None:
+        place = self.root / name / path
+        part = place.with_name(f"{place.name}.part")
+        part.write_text(text)
+        os.replace(part, place)
+
+    def fill(self, name: str, source: Path, paths: Sequence[str]) -> None:
+        place = self.root / name
+        for path in paths:
+            (place / path).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(source / path, place / path)
+
+    def add(self, name: str, source: Path, paths: Sequence[str]) -> None:
+        os.rename(source, self.root / name)
+
+    def drop(self, name: str, paths: Sequence[str]) -> None:
+        place = self.root / name
+        for path in paths:
+            if not path or _inside(place, path):
+                (place / path).unlink(missing_ok=True)
+        for above in sorted({parent for path in paths for parent in PurePosixPath(path).parents}, reverse=True):
+            with suppress(OSError):  # not empty, or removed already
+                if str(above) not in ("", ".") and _inside(place, str(above)):
+                    (place / above).rmdir()
+
     def _check_same(self, folder: Directory) -> None:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.stat(self.root), folder.status()):
@@ -229,8 +334,74 @@ class RemoteFolder(RunFolder):
                 failed[name] = f"{name}: {e.strerror or e}"
         return failed
 
+    def is_file(self, name: str) -> bool:
+        return name in self._place.list(name)
+
+    def having(self, path: str) -> list[str]:
+        self._forget()
+        return [name for name, keys in self._sizes.items() if f"{name}/{path}" in keys]
+
+    def sizes(self, name: str) -> dict[str, int]:
+        return self._of(name).list()
+
+    @contextmanager
+    def scratch(self, name: str) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory(prefix="lazyckpt-thin-") as folder:
+            yield Path(folder) / "delta"
+
+    def tidy(self, name: str) -> None:
+        pass  # a temporary folder of the system
+
+    def read_file(self, name: str, path: str) -> bytes:
+        try:
+            return self._of(name).get(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return b""
+
+    def write_file(self, name: str, path: str, text: str) -> None:
+        self._of(name).put(path, [text.encode()])
+        self._forget()
+
+    def fill(self, name: str, source: Path, paths: Sequence[str]) -> None:
+        place = self._of(name)
+        for path in paths:
+            with open(source / path, "rb") as file:
+                place.put(path, iter(lambda: file.read(_PIECE), b""))
+            with open(source / path, "rb") as file:
+                at = 0
+                while piece := file.read(_PIECE):
+                    if place.get(path, at, len(piece)) != piece:
+                        raise CorruptError(f"{place.at(path)}: the object does not hold the bytes that were sent")
+                    at += len(piece)
+            if place.forget(path) != at:
+                raise CorruptError(f"{place.at(path)}: the object has other bytes than were sent")
+        self._forget()
+
+    def add(self, name: str, source: Path, paths: Sequence[str]) -> None:
+        place = self._of(name)
+        place.put(JOB, [_PRUNED.text()])
+        self.fill(name, source, paths)
+        place.remove([JOB])
+        self._forget()
+
+    def drop(self, name: str, paths: Sequence[str]) -> None:
+        if list(paths) == [""]:
+            self._place.remove([name])
+        elif paths:
+            self._of(name).remove([path for path in paths if path])
+        self._forget()
+
+    def _forget(self) -> None:
+        self.__dict__.pop("_sizes", None)
+
     def _of(self, name: str) -> Uploads:
         return uploads_of(self.path(name), self.options)
+
+
+def _inside(place: Path, path: str) -> bool:
+    """Return whether a path is below a folder, also when links are followed."""
+    real = Path(os.path.realpath(place))
+    return real in Path(os.path.realpath(place / path)).parents
 
 
 def alone(folder: LocalFolder) -> Any:

@@ -25,7 +25,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..core.compose import readable
+from ..derive.deltas import without_ending
 from ..errors import DestinationError, FormatError, LazyckptError
+from ..export.writer import WEIGHTS
 from ..formats.catalog import OPENERS, Found, find, recorded_step, unfinished
 from ..formats.megatron.files import TRACKER, tracked
 from ..formats.reader import Source
@@ -36,9 +38,10 @@ from ..namespace import plain_meta
 from ..view import CheckpointView
 from ..view.bases import ABOUT
 from .folders import LocalFolder, RemoteFolder, RunFolder, alone
-from .thin import CHAIN, Thinned, base_name, finish, forecast, thin_one
+from .thin import CHAIN, LIST, Thinned, base_name, finish, forecast, thin_one
 
 _OLDER = "older"
+_WITH = "with "  # the reason of a file of an optimizer, before the name of the model's file
 _POINTERS = ("latest", "latest_universal")  # files whose text is a name
 _LIGHTNING = ("best_model_path", "last_model_path")  # lightning/pytorch/callbacks/model_checkpoint.py `state_dict`
 _PARTS = re.compile(  # names of files in a checkpoint, also of files that are being written
@@ -154,9 +157,10 @@ def prune(
     incomplete
         Remove incomplete checkpoints, too. Do not use it while a trainer is writing.
     thin
-        Make deltas of the older checkpoints instead of removing them, which takes folders on a disk. Each delta is read
-        back and compared before files of the old checkpoint are removed. True keeps the weights and their fp32 copies,
-        and drops the moments of the optimizer; names of states (``("weights",)``) keep these.
+        Make deltas of the older checkpoints instead of removing them. Each delta is read back and compared before files
+        of the old checkpoint are removed. A single file (``step_100.pt``) becomes a folder (``step_100``). In a bucket,
+        a delta is first written to a temporary folder of this machine, then sent. True keeps the weights and their
+        fp32 copies, and drops the moments of the optimizer; names of states (``("weights",)``) keep these.
     storage_options
         Credentials and other options for a URL, as for `lazyckpt.open`.
 
@@ -168,8 +172,7 @@ def prune(
     Raises
     ------
     DestinationError
-        ``path`` is a URL that is only read, ``keep`` is below 1, or permissions are missing; or ``thin`` is given for a
-        URL.
+        ``path`` is a URL that is only read, ``keep`` is below 1, or permissions are missing.
     MissingFileError
         The folder does not exist.
     FormatError
@@ -178,58 +181,79 @@ def prune(
     if keep < 1:
         raise DestinationError(f"keep={keep}: at least one checkpoint has to stay (remove the folder itself otherwise)")
     text = os.fspath(path)
-    if is_remote(text):
-        if thin:
-            raise DestinationError(
-                f"{text}: thin= takes a folder on a disk; write deltas to a bucket with lazyckpt.delta"
-            )
-        remote = RemoteFolder(text, storage_options)
-        found = _plan(remote, keep, incomplete)[0]
-        return _carry_out(remote, found) if delete else found
-    local = LocalFolder(text)
     wanted = None if thin is True or not thin else (thin,) if isinstance(thin, str) else tuple(thin)
+    if is_remote(text):
+        return _pruned(RemoteFolder(text, storage_options), keep, delete, incomplete, bool(thin), wanted)
+    local = LocalFolder(text)
     if not delete:
-        found, states = _plan(local, keep, incomplete)
-        if not thin:
-            return found
-        found, chosen = _to_thin(local, found, states)
-        return replace(found, thinned=forecast(local, [(i.name, i.step or 0, base) for i, base in chosen], wanted))
+        return _pruned(local, keep, delete, incomplete, bool(thin), wanted)
     with alone(local) as local.opened:
-        for name in sorted(os.listdir(local.root)):
-            finish(local, name)
-        found, states = _plan(local, keep, incomplete)
-        if not thin:
-            return _carry_out(local, found)
-        found, chosen = _to_thin(local, found, states)
-        return _thin(local, _carry_out(local, found), chosen, states, wanted)
+        return _pruned(local, keep, delete, incomplete, bool(thin), wanted)
 
 
-def _to_thin(folder: LocalFolder, plan: Pruned, states: Mapping[str, _State]) -> tuple[Pruned, list[tuple[Item, str]]]:
-    """Return the plan with the older checkpoints kept, and those that are thinned, oldest first, each with its base."""
+def _pruned(
+    folder: RunFolder, keep: int, delete: bool, incomplete: bool, thin: bool, wanted: Sequence[str] | None
+) -> Pruned:
+    if delete:
+        for name in folder.having(LIST):
+            finish(folder, name)
+    found, states = _plan(folder, keep, incomplete)
+    if not thin:
+        return _carry_out(folder, found) if delete else found
+    found, chosen, beside = _to_thin(folder, found, states, wanted)
+    if not delete:
+        thinned = forecast(folder, [(i.name, i.step or 0, base) for i, base in chosen], wanted)
+        return replace(found, thinned=thinned)
+    later = {item.name for items in beside.values() for item in items}
+    now = replace(found, remove=tuple(item for item in found.remove if item.name not in later))
+    return _thin(folder, _carry_out(folder, now), chosen, states, wanted, beside)
+
+
+def _to_thin(
+    folder: RunFolder, plan: Pruned, states: Mapping[str, _State], wanted: Sequence[str] | None
+) -> tuple[Pruned, list[tuple[Item, str]], dict[str, list[Item]]]:
+    """Return the plan with the older checkpoints kept; those that are thinned, oldest first, each with its base; and
+    the files of optimizers that are removed after a checkpoint is thinned, by its name."""
     kept, chosen = list(plan.keep), []
     older = [item for item in plan.remove if item.reason == _OLDER]
     whole = {name: state for name, state in states.items() if state.step is not None and not state.lacks}
     gone = {item.name for item in plan.remove if item.reason != _OLDER}
+    half = {item.name for item in plan.leftovers}
     for item in older:
         newer = sorted((s.step or 0, n) for n, s in whole.items() if n not in gone and (s.step or 0) > (item.step or 0))
         if states[item.name].is_delta:
             kept.append(replace(item, reason="thinned already"))
-        elif not (folder.root / item.name).is_dir():
-            kept.append(replace(item, reason="a single file: only folders are thinned"))
+        elif folder.is_file(item.name) and not without_ending(item.name):
+            kept.append(replace(item, reason="a file with such an ending is not thinned"))
+        elif folder.is_file(item.name) and (into := without_ending(item.name)) not in half and folder.sizes(into):
+            kept.append(replace(item, reason=f"{into}, which it would become, exists already"))
         else:
             chosen.append((item, newer[0][1]))
-    kept.sort(key=lambda item: (item.step or 0, item.name))
     names = {item.name for item, _ in chosen}
-    removed = tuple(item for item in plan.remove if item.reason != _OLDER)
-    return replace(plan, remove=removed, keep=tuple(i for i in kept if i.name not in names)), chosen
+    moments = wanted is None or set(wanted) <= set(WEIGHTS)  # whether the states in the files of optimizers may go
+    beside: dict[str, list[Item]] = {}
+    removed = []
+    for item in (item for item in plan.remove if item.reason != _OLDER):
+        model = item.reason.removeprefix(_WITH)
+        left = moments and model in states and states[model].is_delta  # by a process that was stopped
+        if model == item.reason or model in gone or left:
+            removed.append(item)
+        elif moments and model in names:
+            removed.append(item)
+            beside.setdefault(model, []).append(item)
+        else:
+            kept.append(replace(item, reason=f"{model} stays"))
+    kept.sort(key=lambda item: (item.step or 0, item.name))
+    return replace(plan, remove=tuple(removed), keep=tuple(kept)), chosen, beside
 
 
 def _thin(
-    folder: LocalFolder,
+    folder: RunFolder,
     plan: Pruned,
     chosen: Sequence[tuple[Item, str]],
     states: Mapping[str, _State],
     wanted: Sequence[str] | None,
+    beside: Mapping[str, Sequence[Item]],
 ) -> Pruned:
     below = dict.fromkeys(states, 0)  # deltas over each other that a checkpoint is the base of
     needed: dict[str, set[str]] = {}  # states that deltas need of a checkpoint
@@ -238,6 +262,7 @@ def _thin(
             below[state.base] = max(below.get(state.base, 0), below[name] + 1)
             needed.setdefault(state.base, set()).update(state.states)
     done, failed, kept = [], list(plan.failed), list(plan.keep)
+    late: list[Item] = []
     for item, newer in chosen:
         base = newer if below[item.name] < CHAIN else ""
         try:
@@ -245,12 +270,21 @@ def _thin(
         except (LazyckptError, OSError) as e:
             failed.append(f"{item.name}: {' '.join(str(e).split())}")
             kept.append(replace(item, reason="could not be thinned"))
+            kept += [replace(other, reason=f"{item.name} could not be thinned") for other in beside.get(item.name, ())]
             continue
         done.append(one)
+        late += beside.get(item.name, ())
         if base:
             below[base] = max(below[base], below[item.name] + 1)
             needed.setdefault(base, set()).update(one.states)
-    return replace(plan, deleted=True, keep=tuple(kept), failed=tuple(failed), thinned=tuple(done))
+    rest = _carry_out(folder, replace(plan, remove=tuple(late), keep=tuple(kept), leftovers=(), failed=()))
+    return replace(
+        rest,
+        remove=(*plan.remove, *rest.remove),
+        leftovers=plan.leftovers,
+        failed=(*failed, *rest.failed),
+        thinned=tuple(done),
+    )
 
 
 def _plan(folder: RunFolder, keep: int, incomplete: bool) -> tuple[Pruned, dict[str, _State]]:
@@ -268,7 +302,8 @@ def _plan(folder: RunFolder, keep: int, incomplete: bool) -> tuple[Pruned, dict[
     newest = set(sorted(complete, reverse=True)[:keep])
     pointed = _pointed(folder, found, states)
     own = recognising(Source(store))
-    whole = own is not None and not own.tags  # the files of the folder belong to one checkpoint
+    # whether the files of the folder belong to one checkpoint; zarr-arrays recognises folders of any hierarchies
+    whole = own is not None and not own.tags and own.name != "zarr-arrays"
     goes: dict[str, bool] = {}
     reasons: dict[str, str] = {}
     for f in found:
@@ -282,15 +317,18 @@ def _plan(folder: RunFolder, keep: int, incomplete: bool) -> tuple[Pruned, dict[
         else:
             goes[f.name] = state.step not in newest
             reasons[f.name] = _OLDER if goes[f.name] else f"of the newest {keep}"
+    for name, state in states.items():
+        if state.base is not None and state.base not in states and without_ending(state.base) in states:
+            states[name] = replace(state, base=without_ending(state.base))  # the base was thinned, too
     for name, state in sorted(states.items(), key=lambda one: one[1].step or 0):  # the base of a delta is newer
         if state.base in goes and not goes[name] and goes[state.base]:
             goes[state.base], reasons[state.base] = False, f"the base of {name}"
     # an optimizer's file is removed with the model's file of the same step
-    files = {f.number: f.name for f in found if not f.is_dir and f.name in states}
+    files = {f.number: f.name for f in found if f.name in states and (not f.is_dir or states[f.name].is_delta)}
     for f in found:
         if f.side and not f.is_dir and not folder.is_link(f.name) and f.number in files and f.name not in pointed:
             model = files[f.number]
-            goes[f.name], reasons[f.name] = goes[model], f"with {model}"
+            goes[f.name], reasons[f.name] = goes[model], f"{_WITH}{model}"
     items: dict[bool, list[Item]] = {True: [], False: []}
     steps = {f.name: states[f.name].step if f.name in states else f.number if f.sure or f.side else None for f in found}
     for f in sorted(found, key=lambda f: (steps[f.name] or 0, f.name)):

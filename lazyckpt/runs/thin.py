@@ -2,12 +2,16 @@
 
 `lazyckpt.prune(..., thin=True)` does it. The order of the work keeps every step readable at every moment:
 
-1. the delta is written to a hidden folder beside the checkpoint, and read back: its digests must be those of the
-   tensors of the checkpoint;
-2. its files are moved into the checkpoint's folder, ``zarr.json`` of its root last. Until then the folder is the old
-   checkpoint, from then on it is the delta, which readers look for first;
+1. the delta is written to a folder on a disk that nobody reads, and read back: its digests must be those of the tensors
+   of the checkpoint;
+2. its files are put into the checkpoint's folder, ``zarr.json`` of its root last. Until then the folder is the old
+   checkpoint, from then on it is the delta, which readers look for first. In a bucket they are sent, and compared with
+   what was sent;
 3. the files of the old checkpoint that hold tensors are removed. A list of them, written before step 2, lets the next
    `prune` finish that.
+
+A checkpoint that is a single file (``step_100.pt``) becomes a folder with its name less the ending (``step_100``). The
+folder appears as a whole, and then the file is removed. Deltas over the file find the folder (`view.bases`).
 
 The newest checkpoints stay whole. Configurations, tokenizers and other small files stay where they are.
 """
@@ -16,14 +20,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Collection, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from ..derive.deltas import HOWS, located, payload
-from ..errors import CorruptError
+from ..derive.deltas import HOWS, located, payload, without_ending
+from ..errors import CorruptError, LazyckptError
 from ..export.writer import WEIGHTS
 from ..formats.zarr.documents import component
 from ..inspect.changes import estimate
@@ -31,7 +34,7 @@ from ..io.storage.urls import is_url
 from ..view import CheckpointView
 from ..view.bases import ABOUT
 from .delta import Delta, recorded_digest
-from .folders import LocalFolder, RunFolder
+from .folders import RunFolder
 
 LIST = ".lazyckpt-thinned"  # in a checkpoint's folder: the files of the old checkpoint that are to be removed
 ROOT = "zarr.json"
@@ -75,7 +78,7 @@ def kept_states(view: CheckpointView, wanted: Sequence[str] | None) -> list[str]
 
 
 def forecast(
-    folder: LocalFolder, names: Sequence[tuple[str, int, str]], wanted: Sequence[str] | None
+    folder: RunFolder, names: Sequence[tuple[str, int, str]], wanted: Sequence[str] | None
 ) -> tuple[Thinned, ...]:
     """Return what thinning would do, from samples of the tensors.
 
@@ -90,21 +93,19 @@ def forecast(
     """
     found = []
     for name, step, base in names:
-        view = CheckpointView(folder.path(name), cache=False)
-        old = CheckpointView(folder.path(base), cache=False) if base else None
-        states = kept_states(view, wanted)
-        with view:
+        with _opened(folder, name) as view, _opened(folder, base) if base else nullcontext() as old:
+            states = kept_states(view, wanted)
             nbytes = estimate(Delta(view, old, states)._pairs.values())
-        rest = sum(folder.nbytes(f"{name}/{path}") for path in _others(folder, name, _doomed(view)))
-        dropped = tuple(state for state in view.states if state not in states)
-        found.append(Thinned(name, step, base, folder.nbytes(name), nbytes + rest, dropped, tuple(states)))
-        if old is not None:
-            old.close()
+            doomed = _doomed(view)
+            dropped = tuple(state for state in view.states if state not in states)
+        before = folder.nbytes(name)
+        rest = 0 if folder.is_file(name) else sum(n for path, n in folder.sizes(name).items() if path not in doomed)
+        found.append(Thinned(name, step, base, before, nbytes + rest, dropped, tuple(states)))
     return tuple(found)
 
 
 def thin_one(
-    folder: LocalFolder,
+    folder: RunFolder,
     name: str,
     step: int,
     base: str,
@@ -133,60 +134,50 @@ def thin_one(
     LazyckptError, OSError
         What reading and writing raise. The checkpoint stays as it is.
     """
-    place, hidden = folder.root / name, folder.root / f".{name}.thin"
-    before = folder.nbytes(name)
-    with CheckpointView(place, cache=False) as view:
-        old = CheckpointView(folder.path(base), cache=False) if base else None
-        try:
+    before, single = folder.nbytes(name), folder.is_file(name)
+    place = without_ending(name) if single else name
+    with folder.scratch(name) as hidden:
+        with _opened(folder, name) as view, _opened(folder, base) if base else nullcontext() as old:
             states = kept_states(view, wanted)
             states = [state for state in view.states if state in states or state in needed]
             delta = Delta(view, old, states)
             delta.write(hidden, location=f"../{base}" if base else "", overwrite=True, progress=False)
             _verify(hidden, delta, old)
-        except CorruptError:
-            shutil.rmtree(hidden, ignore_errors=True)
-            raise
-        finally:
-            if old is not None:
-                old.close()
-        doomed = _doomed(view)
-        dropped = tuple(state for state in view.states if state not in states)
-    moved = sorted(path.relative_to(hidden).as_posix() for path in hidden.rglob("*") if path.is_file())
-    listed = [path for path in doomed if path not in moved]
-    _put(place / LIST, json.dumps(listed))
-    for path in moved:
-        if path != ROOT:
-            (place / path).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(hidden / path, place / path)
-    os.replace(hidden / ROOT, place / ROOT)  # from here on the folder is the delta
-    finish(folder, name)
-    return Thinned(name, step, base, before, folder.nbytes(name), dropped, tuple(states))
+            doomed = _doomed(view)
+            dropped = tuple(state for state in view.states if state not in states)
+        files = sorted(path.relative_to(hidden).as_posix() for path in hidden.rglob("*") if path.is_file())
+        if single:
+            (hidden / LIST).write_text(json.dumps({"file": name}))
+            folder.add(place, hidden, [*files, LIST])
+        else:
+            stale = [path for path in folder.sizes(name) if path.startswith(_groups(delta)) and path not in files]
+            folder.drop(name, [path for path in stale if path not in doomed])  # of a process that was stopped
+            folder.write_file(name, LIST, json.dumps([path for path in doomed if path not in files]))
+            folder.fill(name, hidden, [path for path in files if path != ROOT])
+            folder.fill(name, hidden, [ROOT])  # from here on the folder is the delta
+    finish(folder, place)
+    return Thinned(name, step, base, before, folder.nbytes(place), dropped, tuple(states))
 
 
-def finish(folder: LocalFolder, name: str) -> bool:
+def finish(folder: RunFolder, name: str) -> bool:
     """Remove the files that a thinned checkpoint has no use for. Return whether there were some.
 
-    Does nothing if the folder is not a delta: thinning was stopped before its files were complete.
+    Does nothing if the folder is not a delta, or cannot be opened: thinning was stopped before its files were complete.
     """
-    place, hidden = folder.root / name, folder.root / f".{name}.thin"
     try:
-        listed = json.loads((place / LIST).read_text())
-    except (OSError, ValueError):
+        listed = json.loads(folder.read_file(name, LIST))
+        view = _opened(folder, name)
+    except (ValueError, LazyckptError):
         return False
-    view = CheckpointView(place, cache=False)
     if ABOUT not in view.kept:
         return False
-    own = set(_own(view))
-    for path in listed:
-        if isinstance(path, str) and path not in own and _inside(place, path):
-            (place / path).unlink(missing_ok=True)
-    for above in sorted({parent for path in listed for parent in PurePosixPath(path).parents}, reverse=True):
-        with suppress(OSError):  # not empty, or removed already
-            if str(above) not in ("", ".") and _inside(place, str(above)):
-                (place / above).rmdir()
-    if hidden.is_dir() and not hidden.is_symlink():
-        shutil.rmtree(hidden)
-    (place / LIST).unlink()
+    groups = tuple(f"{component(payload(state, how))}/" for state in view.states for how in HOWS)
+    if isinstance(listed, list):
+        folder.drop(name, [p for p in listed if isinstance(p, str) and p and p != ROOT and not p.startswith(groups)])
+    elif isinstance(listed, dict) and without_ending(str(listed.get("file"))) == name:
+        folder.drop(listed["file"], [""])
+    folder.tidy(name)
+    folder.drop(name, [LIST])
     return True
 
 
@@ -206,6 +197,10 @@ def base_name(view: CheckpointView, folder: RunFolder) -> str | None:
     return place[len(root) + 1 :].partition("/")[0] if place.startswith(f"{root}/") else None
 
 
+def _opened(folder: RunFolder, name: str) -> CheckpointView:
+    return CheckpointView(folder.path(name), cache=False, storage_options=folder.options)
+
+
 def _verify(hidden: Path, delta: Delta, old: CheckpointView | None) -> None:
     with CheckpointView(hidden, cache=False, base=old) as written:
         wanted = recorded_digest(written)
@@ -223,27 +218,6 @@ def _doomed(view: CheckpointView) -> list[str]:
     return [path for path in view.files if documents or not path.endswith(_KEPT)]
 
 
-def _others(folder: LocalFolder, name: str, doomed: Sequence[str]) -> list[str]:
-    place = folder.root / name
-    paths = {path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()}
-    return sorted(paths - set(doomed))
-
-
-def _own(view: CheckpointView) -> list[str]:
-    """Return the paths of a delta's own files."""
-    place = Path(view.kept[ABOUT][0])
-    groups = [component(payload(state, how)) for state in view.states for how in HOWS]
-    inside = [path for group in groups for path in (place / group).rglob("*") if path.is_file()]
-    return [ROOT, *(path.relative_to(place).as_posix() for path in inside)]
-
-
-def _inside(place: Path, path: str) -> bool:
-    """Return whether a path is below a folder, also when links are followed."""
-    real = Path(os.path.realpath(place))
-    return real in Path(os.path.realpath(place / path)).parents
-
-
-def _put(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
+def _groups(delta: Delta) -> tuple[str, ...]:
+    """Return what the paths of a delta's arrays begin with."""
+    return tuple(f"{component(payload(state, how))}/" for state in delta.new.states for how in HOWS)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..core.index import Index
 from ..derive import versions
-from ..derive.deltas import About, about_of, located, restored
+from ..derive.deltas import About, about_of, located, restored, without_ending
 from ..derive.versions import published_of
 from ..errors import DataError, LazyckptError, MissingFileError
 from ..formats.opening import opened
@@ -47,7 +47,13 @@ class Bases:
         place = located(about.base.location, where, is_url)
         options = {**self.options} if is_url(place) else {**self.options, "storage_options": None}
         try:
-            return self.open(place, **options)
+            try:
+                return self.open(place, **options)
+            except MissingFileError:
+                thinned = without_ending(place)  # a single file that has become a delta itself
+                if not thinned:
+                    raise
+                return self.open(thinned, **options)
         except LazyckptError as e:
             raise MissingFileError(
                 f"{where} is a delta, and its base cannot be opened ({_some_words(e)}). "

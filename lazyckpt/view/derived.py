@@ -176,6 +176,9 @@ class Derivable(Readable, Generic[View]):
             - ``"fp8-block"``: float8_e4m3fn with a scale for each 128 x 128 block, as DeepSeek-V3 has it;
             - ``"int8"``: 8 bits with a scale for each row, as compressed-tensors packs them ("pack-quantized");
             - ``"nf4"``: bitsandbytes' 4 bits with a scale for each 64 elements;
+            - ``"nf4-double"``: the same with scales of 8 bits (``bnb_4bit_use_double_quant``). They need the mean of
+              all scales of a weight, so the first of them reads the whole weight. So does ``dequantize()`` of this
+              view, for every weight;
             - ``"mxfp4"``: floats of 4 bits with a power of two for each 32 elements of a row, as compressed-tensors
               packs them ("mxfp4-pack-quantized").
         skip
@@ -186,8 +189,8 @@ class Derivable(Readable, Generic[View]):
         -------
         CheckpointView
             The quantized view, of the same state. Tensors that are no matrices named ``*.weight`` stay as they are,
-            but stacked experts with "fp8-block", and GPT-2's transposed layers with "nf4" only; ``problems`` lists what
-            could not be quantized.
+            but stacked experts with "fp8-block". GPT-2's transposed layers are quantized by "nf4" and "nf4-double"
+            only. ``problems`` lists what could not be quantized.
 
         Raises
         ------

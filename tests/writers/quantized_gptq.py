@@ -2,7 +2,8 @@
 
 The codes are rounded to nearest: what a quantizer finds does not matter to a reader. Packing, the conversion of zero
 points to version 1, and unpacking are the packages' own. Truth of GPTQModel is float32, of which its float16 is the
-rounding (checked here); that of AutoGPTQ is its float16.
+rounding (checked here); that of AutoGPTQ is its float16. Of Marlin's layout, which only kernels on GPUs read, it is the
+weights that were packed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "w4_autogptq": {"bits": 4, "group_size": 32, "sym": False, "by": "auto_gptq"},
     "w2_autogptq": {"bits": 2, "group_size": 32, "sym": False, "low": 0, "by": "auto_gptq"},
+    "w4_marlin": {"bits": 4, "group_size": 128, "by": "marlin"},
+    "w4_marlin_one_group": {"bits": 4, "group_size": -1, "by": "marlin"},
 }
 
 
@@ -43,7 +47,8 @@ def write_all(folder: Path) -> None:
     """Each case: ``NAME/ckpt``, ``NAME/truth.pt``, ``NAME/info.json``."""
     for name, case in CASES.items():
         (folder / name).mkdir()
-        _write(folder / name, **case)
+        write = _write_marlin if case.get("by") == "marlin" else _write
+        write(folder / name, **case)
 
 
 def _write(
@@ -75,6 +80,32 @@ def _write(
     if by != "gptqmodel":
         settings.pop("quant_method")
         (folder / "ckpt/quantize_config.json").write_text(json.dumps(settings))
+    hold(folder, truth)
+
+
+def _write_marlin(folder: Path, bits: int, group_size: int, by: str) -> None:
+    """AutoGPTQ's layers for Marlin, of several sizes. The codes of a row are a sequence with a random step."""
+    bare("auto_gptq", "auto_gptq.nn_modules", "auto_gptq.nn_modules.qlinear")
+    from auto_gptq.nn_modules.qlinear.qlinear_marlin import QuantLinear
+
+    torch.manual_seed(group_size)
+    state, truth = {}, {}
+    for name, (out, size) in {"q": (256, 128), "k": (256, 128), "up": (512, 128), "down": (256, 256)}.items():
+        group = size if group_size == -1 else group_size
+        scales = ((torch.rand(out, size // group) + 0.5) / 16).half()
+        column = torch.arange(size)
+        codes = (torch.randint(16, (out, 1)) + column * torch.randint(1, 16, (out, 1)) + column // 16) % 16
+        weight = (codes - 8) * scales.float().repeat_interleave(group, 1)
+        layer = nn.Linear(size, out).half()
+        layer.weight.data = weight.half()
+        with mock.patch("torch.cuda.get_device_capability", return_value=(8, 0)):
+            module = QuantLinear(bits, group, size, out, True)
+        module.pack(layer, scales)
+        place = f"model.layers.0.{name}_proj"
+        state |= {f"{place}.{key}": value for key, value in module.state_dict().items()}
+        truth |= {f"{place}.weight": weight, f"{place}.bias": layer.bias}
+    settings = {"bits": bits, "group_size": group_size, "desc_act": False, "sym": True, "is_marlin_format": True}
+    save(folder / "ckpt", state, {"quantization_config": settings | {"quant_method": "gptq"}})
     hold(folder, truth)
 
 

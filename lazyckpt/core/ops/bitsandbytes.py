@@ -36,6 +36,19 @@ _TABLES = {
 }  # fmt: skip
 
 
+@cache
+def dynamic_map() -> tuple[float, ...]:
+    """Return the float32 values, ascending, of the bytes that nested scales are stored as: bitsandbytes 0.50.2
+    functional.create_dynamic_map."""
+    found = [0.0, 1.0]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        means = (edges[:-1] + edges[1:]) / 2.0
+        for factor in (10 ** (i - 6), -(10 ** (i - 6))):
+            found += (factor * means).tolist()
+    return tuple(sorted(found))
+
+
 class Bnb4(Op):
     """bitsandbytes' nf4 and fp4: two codes in a byte, the first in its high bits, times the largest value of a block.
 

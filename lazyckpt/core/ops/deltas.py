@@ -157,6 +157,9 @@ class Checked(Op):
             )
         return True
 
+    def about(self, e: Expr) -> str:
+        return f"{super().about(e)} (the first read computes the digest of the whole tensor)"
+
     def grain(self, e: Expr) -> tuple[int, ...]:
         one = e.inputs[0]
         return tuple(op_of(one.op).grain(one)) if isinstance(one, Expr) else tuple(super().grain(e))

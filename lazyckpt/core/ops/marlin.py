@@ -1,8 +1,13 @@
-"""Codes in the layout of the Marlin-24 kernel: 2:4 sparse, in the order of tensor cores' registers.
+"""Codes in the layouts of the kernels Marlin and Marlin-24, in the order of tensor cores' registers.
 
-Of four neighbours in a row of ``[out, in]`` two have a code. The codes are transposed to ``[in / 2, out]`` and cut into
-tiles of 16 x 64, whose 1,024 codes are permuted and packed into int32, the first in the lowest bits. ``meta`` has two
-bits for each code: where it lies among its four. It is in the order of CUTLASS's column-major interleaved layout.
+Marlin has codes of four bits. They are transposed to ``[in, out]`` and cut into tiles of 16 x 64, whose 1,024 codes are
+permuted and packed into int32, the first in the lowest bits. Source: auto-gptq 0.7.1, nn_modules/qlinear/
+qlinear_marlin.py (`_get_perms`, `QuantLinear.pack`), which is that of IST-DASLab/marlin.
+
+Marlin-24 is 2:4 sparse. Of four neighbours in a row of ``[out, in]`` two have a code. The codes, of 4 or 8 bits, are
+transposed to ``[in / 2, out]`` and cut into tiles of 16 x 64, whose 1,024 codes are permuted and packed into int32, the
+first in the lowest bits. ``meta`` has two bits for each code: where it lies among its four. It is in the order of
+CUTLASS's column-major interleaved layout.
 
 Source: compressed-tensors 0.10.2, compressors/sparse_quantized_compressors/marlin_24.py, utils/permutations_24.py
 (`get_permutations_24`) and utils/semi_structured_conversions.py (`_calculate_meta_reordering_scatter_offsets`).
@@ -28,8 +33,40 @@ if TYPE_CHECKING:
 else:
     from ...deferred import torch
 
-_IN, _OUT = 32, 64  # inputs and outputs of a tile: 16 x 64 codes
+_DENSE = 16  # inputs of a tile of Marlin
+_IN, _OUT = 32, 64  # inputs and outputs of a tile of Marlin-24: 16 x 64 codes
 _INTERLEAVED = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
+
+
+class Marlin(Op):
+    """Words [in / 16, 2 * out] -> codes of four bits, [out, in], less 8.
+
+    A row reads four words of each tile: those that hold its codes. The words hold codes of one more row."""
+
+    moves = True
+
+    def kind(self, inputs: Sequence[Kind], params: Mapping[str, Any]) -> Kind:
+        (words,) = inputs
+        if words.dtype is not I32 or len(words.shape) != 2 or words.shape[1] % (_OUT * 2):
+            raise DataError(f"Marlin has an int32 matrix with {_OUT * 2} words for {_OUT} rows, not {words}")
+        return Kind((words.shape[1] // 2, words.shape[0] * _DENSE), I8)
+
+    def pull(self, e: Expr, want: Selection) -> Sequence[Selection]:
+        words = np.unique(_dense(indices(want[0]))[0])
+        return ((grouped(want[1], _DENSE)[0], as_axis(words)),)
+
+    def compute(self, e: Expr, want: Selection, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        rows, columns = indices(want[0]), indices(want[1])
+        at, shift = _dense(rows)
+        words = blocks[0].numpy()[:, np.searchsorted(np.unique(at), at)]  # tile, row, code
+        codes = ((words >> shift & 15) - 8).astype(np.int8)
+        _, tile = grouped(want[1], _DENSE)
+        return torch.from_numpy(
+            np.ascontiguousarray(codes[tile[None, :], np.arange(len(rows))[:, None], columns % _DENSE])
+        )
+
+    def grain(self, e: Expr) -> Shape:
+        return (_OUT, _DENSE)
 
 
 class Marlin24(Op):
@@ -87,6 +124,29 @@ class Marlin24(Op):
 
 
 @cache
+def _dense_places() -> NDArray[np.int64]:
+    """Return where the codes of a tile of Marlin are: [row of 64, code of 16] -> their numbers among 1,024."""
+    order = []
+    for thread in range(32):
+        first = [
+            16 * row + thread // 4 + 8 * block
+            for block in (0, 1)
+            for row in (2 * (thread % 4), 2 * (thread % 4) + 1, 2 * (thread % 4 + 4), 2 * (thread % 4 + 4) + 1)
+        ]
+        order += [one + 256 * j for j in range(4) for one in first]
+    mixed = np.array(order).reshape(-1, 8)[:, _INTERLEAVED[4]].ravel()
+    back = np.argsort(mixed).reshape(4, 16, 16)  # 16 rows of a quarter, code, row in it
+    found: NDArray[np.int64] = back.transpose(0, 2, 1).reshape(_OUT, _DENSE)
+    return found
+
+
+def _dense(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+    """Return the columns of the words of a row's codes in a tile of Marlin, and the bits below the codes."""
+    number = _dense_places()[rows % _OUT]
+    return rows[:, None] // _OUT * (_OUT * 2) + number // 8, (number % 8 * 4).astype(np.int32)
+
+
+@cache
 def _places(bits: int) -> NDArray[np.int64]:
     """Return where the codes of a tile are: [row of 64, code of 16] -> their numbers among 1,024."""
     order = []
@@ -122,4 +182,4 @@ def _meta(rows: NDArray[np.int64], outputs: int) -> NDArray[np.int64]:
     return found
 
 
-OPS: dict[str, Op] = {"dequantize.marlin24": Marlin24()}
+OPS: dict[str, Op] = {"dequantize.marlin": Marlin(), "dequantize.marlin24": Marlin24()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import acos, cos, fsum, isfinite, nan, sin, sqrt
+from math import acos, cos, fsum, nan, sin, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from ...errors import DataError
 from ..box import Selection
 from ..dtypes import DType, dtype_of
 from ..expr import Kind, Scan, same_shape, wide
+from ..rounding import exact_sum
 from ..specs import Expr
 from .elementwise import Elementwise, widest
 from .ranking import Band, bands, chosen, mask_key, positions, random_mask
@@ -120,7 +121,7 @@ class TaskVectors(Merge):
                     whole.append(_magnitude(block))
                     kept.append(_magnitude(self._thinned(e, n, found[n], want, block)))
             for n, (whole, kept) in zip(thinned, sums, strict=True):
-                before, after = _sum(whole), _sum(kept)
+                before, after = exact_sum(whole), exact_sum(kept)
                 factors[n] = 1.0 if before < _TINY or after < _TINY else before / after
         return list(zip(found, factors, strict=True))
 
@@ -183,14 +184,6 @@ def _agreeing(parts: list[torch.Tensor], weights: Sequence[float], how: str) -> 
     return _total(parts), divisor.masked_fill_(divisor == 0, 1)
 
 
-def _sum(parts: Sequence[float]) -> float:
-    """Return the exact sum, rounded once; NaN if a part or the sum is not finite."""
-    try:
-        return fsum(parts) if all(map(isfinite, parts)) else nan
-    except OverflowError:
-        return nan
-
-
 def _magnitude(block: torch.Tensor) -> float:
     return float(np.abs(block.to(torch.float64).numpy()).sum())
 
@@ -234,7 +227,7 @@ class ByProducts(Merge):
                     parts.append(float((arrays[i] * arrays[j]).sum()))
         products = np.zeros((count, count))
         for (i, j), parts in sums.items():
-            products[i, j] = products[j, i] = _sum(parts)
+            products[i, j] = products[j, i] = exact_sum(parts)
         if not np.isfinite(products).all():  # elements that are no numbers, in all of the result as in mergekit
             return (nan,) * count
         return tuple(map(float, self.coefficients(products, e.params)))

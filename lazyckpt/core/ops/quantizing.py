@@ -11,6 +11,7 @@ Schemes, each with the rounding of the library that reads the result:
   127.5``, rounded to its dtype first (compressed-tensors 0.20, `calculate_qparams` and `quantize`).
 - ``nf4``: bytes with the number of the nearest of 16 values to ``x * (1 / largest)``; the scale is ``largest``
   (bitsandbytes 0.50.2, backends/default/ops.py ``quantize_4bit``).
+- ``dynamic8``: the same with 256 values (``quantize_blockwise``), for nested scales.
 - ``mxfp4``: bytes with the code of the nearest float of four bits (E2M1) to ``x / 2 ** scale``, halves to even; the
   scale is the exponent of ``largest``, one more if that is 1.75 times its power of two or larger, less 2, in E8M0
   (compressed-tensors 0.20, `generate_mx_scales`).
@@ -29,7 +30,7 @@ from ..box import Axis, Selection, Shape
 from ..dtypes import F8_E4M3FN, F32, I8, U8, dtype_of
 from ..expr import Kind, Op, as_axis, grouped, indices, shape_of
 from ..specs import Expr
-from .bitsandbytes import NF4
+from .bitsandbytes import NF4, dynamic_map
 from .packed import members
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
 else:
     from ...deferred import torch
 
-_CODES = {"fp8": F8_E4M3FN, "int8": U8, "nf4": U8, "mxfp4": U8}
-_SCALES = {"fp8": F32, "nf4": F32, "mxfp4": U8}  # of int8: the parameter `scale_dtype`
+_CODES = {"fp8": F8_E4M3FN, "int8": U8, "nf4": U8, "dynamic8": U8, "mxfp4": U8}
+_SCALES = {"fp8": F32, "nf4": F32, "dynamic8": F32, "mxfp4": U8}  # of int8: the parameter `scale_dtype`
 _LARGEST = 448.0  # of float8_e4m3fn
 _TINY = 1e-38
 
@@ -138,7 +139,7 @@ class Codes(_Quantize):
         short = _over(_cut_short(e, groups).expand(largest.shape), want, e)
         if short.any():
             scaled = torch.where(short, x / _over(largest.clamp(min=_TINY), want, e), scaled)
-        return torch.bucketize(scaled.clamp_(-1, 1), _bounds(), out_int32=True).to(torch.uint8)
+        return torch.bucketize(scaled.clamp_(-1, 1), _bounds(e.params["scheme"]), out_int32=True).to(torch.uint8)
 
     def grain(self, e: Expr) -> Shape:
         return tuple(e.params["block"])
@@ -199,8 +200,8 @@ def _halves() -> torch.Tensor:
 
 
 @cache
-def _bounds() -> torch.Tensor:
-    values = torch.tensor(NF4, dtype=torch.float32)
+def _bounds(scheme: str) -> torch.Tensor:
+    values = torch.tensor(NF4 if scheme == "nf4" else dynamic_map(), dtype=torch.float32)
     return (values[:-1] + values[1:]) / 2
 
 

@@ -20,7 +20,7 @@ from ...errors import DataError, Problem, only_one, some
 from ...formats.huggingface import load_json
 from ...io.storage.local import split
 from ...namespace import STORED, Namespace, Step
-from .evidence import Evidence
+from .evidence import Evidence, without_quantization
 from .model import Family, Model, Weight
 from .registry import families
 
@@ -41,6 +41,7 @@ _OF_OTHERS = (
     "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale", "kv_scale", "k_zero_point", "v_zero_point",
     "q_zero_point", "k_global_scale", "v_global_scale", "q_global_scale", "prob_output_scale", "qkv_output_scale",
 )  # fmt: skip
+_STAYS = ("undecided-quantization", "contradicting-quantization")  # problems of tensors that stay as they are stored
 _COMPUTED = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -75,6 +76,9 @@ def dequantized(
         aliases = {alias: owner for alias, owner in aliases.items() if alias in names and owner in tensors}
         steps = tuple(step for step in steps if step[0] == "below")
     told = (*index.problems, *(problem for problem in problems if problem not in index.problems))
+    about = index.meta.get("config")
+    if weights and isinstance(about, Mapping) and not any(one.code in _STAYS for one in problems):
+        index = replace(index, meta={**index.meta, "config": without_quantization(about)})  # for what is written
     if view._state == STORED:
         states: dict[str, Mapping[str, TensorSpec]] = {STORED: tensors}
         return replace(index, states=states, stored=tensors, aliases=aliases, problems=told), steps

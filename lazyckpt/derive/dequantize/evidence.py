@@ -21,6 +21,7 @@ from ...namespace import Namespace
 _MODEL = "config.json"
 _OTHERS = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _KEYS = ("quantization_config", "compression_config")
+KEYS = (*_KEYS, "quantization")  # of a config.json; the last one is of MLX
 _FOLDERS = ("", "huggingface/")  # verl keeps the configuration in the second
 
 
@@ -117,6 +118,15 @@ def _beside(store: Store, wants_model: bool) -> Evidence:
         if wants_model and model is None and _MODEL in beside:
             model = load(folder + _MODEL)
     return Evidence(model or {}, {}, others, tuple(problems))
+
+
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json less what describes a quantization, also of parts of the model."""
+    return {
+        key: without_quantization(value) if key.endswith("_config") and isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key not in KEYS
+    }
 
 
 def quantization_in(config: Mapping[str, Any]) -> Mapping[str, Any]:

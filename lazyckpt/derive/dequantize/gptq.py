@@ -2,18 +2,20 @@
 
 config.json (or quantize_config.json) must say that it is GPTQ: AWQ has the same names. Two conventions for zero points
 exist, and only ``checkpoint_format`` tells them apart: "gptq" (the default) stores z - 1, "gptq_v2" and "gptq_p" z.
-The bits of a layer follow from its shapes, because ``dynamic`` may give layers bits of their own.
+The bits of a layer follow from its shapes, because ``dynamic`` may give layers bits of their own. "marlin" is a layout
+of its own (marlin.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ...core.dtypes import DType
 from ...core.expr import Kind, make
-from ...errors import DataError, Problem
+from ...errors import DataError, Problem, only_one, some
 from .conv1d import as_unquantized
+from .marlin import dense_weight
 from .model import Model, Weight
 
 _FILE = "quantize_config.json"
@@ -25,7 +27,7 @@ class Gptq:
     """GPTQ's matrices."""
 
     name = "gptq"
-    methods = ("gptq",)
+    methods = ("gptq", "marlin")
 
     def detect(self, model: Model) -> bool:
         said = model.evidence.method
@@ -35,9 +37,14 @@ class Gptq:
         settings = {**model.evidence.others.get(_FILE, {}), **model.evidence.quantization}
         layers = list(model.ending(".qweight", ".scales"))
         version = str(settings.get("checkpoint_format") or settings.get("format") or "").lower()
-        if version not in _VERSIONS or settings.get("is_marlin_format"):
-            line = f"the GPTQ layers have the layout {version or 'marlin'!r}, which is not read: they stay as stored"
+        if settings.get("is_marlin_format") or model.evidence.method == "marlin":
+            version = "marlin"
+        if version not in (*_VERSIONS, "marlin"):
+            line = f"the GPTQ layers have the layout {version!r}, which is not read: they stay as stored"
             yield Problem("undecided-quantization", line)
+            return
+        if version == "marlin":
+            yield from _marlin(model, layers, settings, dtype)
             return
         if settings.get("rotation"):
             line = f"GPTQ layers are of a rotated model ({settings['rotation']!r}): their weights are those after it"
@@ -47,6 +54,19 @@ class Gptq:
                 yield _weight(model, layer, settings, version, dtype)
             except DataError as e:
                 yield Problem("contradicting-quantization", f"{layer!r}: {e}", layer)
+
+
+def _marlin(
+    model: Model, layers: Sequence[str], settings: Mapping[str, Any], dtype: DType
+) -> Iterator[Weight | Problem]:
+    if layers:
+        line = f"the configuration says that layers are in Marlin's layout, but {some(layers)} have qweight: undecided"
+        yield Problem("contradicting-quantization", line, only_one(layers))
+    for layer in model.ending(".B", ".s"):
+        try:
+            yield dense_weight(model, layer, settings, dtype)
+        except DataError as e:
+            yield Problem("contradicting-quantization", f"{layer!r}: {e}", layer)
 
 
 def _weight(model: Model, layer: str, settings: Mapping[str, Any], version: str, dtype: DType) -> Weight:

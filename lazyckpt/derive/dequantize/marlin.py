@@ -1,23 +1,76 @@
-"""Weights of compressed-tensors in its format marlin-24: ``weight_packed``, ``scale_packed`` and ``meta``.
+"""Weights in the layouts of the kernels Marlin and Marlin-24; the codes are those of core/ops/marlin.py.
 
-Codes are those of core/ops/marlin.py. ``scale_packed`` is [groups, out], of groups of 128 inputs or one for all. If
-there are several groups of the inputs that have codes (so that 128 is less than half the inputs), each eight scales are
-in the order 0, 4, 1, 5, 2, 6, 3, 7. compressed-tensors writes the format and does not read it; vLLM's kernel does.
+GPTQ with ``checkpoint_format`` "marlin" (or ``is_marlin_format``) has ``B`` and ``s`` in each layer, four bits and no
+zero points. ``s`` is [groups, out], of groups of 128 inputs or one for all. If there are several groups, each 64 scales
+are transposed as a matrix of 8 x 8. If there is one, each 32 are a matrix [4, 4, 2] whose first two dimensions are
+swapped.
+
+Source: auto-gptq 0.7.1 nn_modules/qlinear/qlinear_marlin.py (`QuantLinear.pack`).
+
+compressed-tensors' format marlin-24 has ``weight_packed``, ``scale_packed`` and ``meta``. ``scale_packed`` is [groups,
+out], of groups of 128 inputs or one for all. If there are several groups of the inputs that have codes (so that 128 is
+less than half the inputs), each eight scales are in the order 0, 4, 1, 5, 2, 6, 3, 7. compressed-tensors writes the
+format and does not read it; vLLM's kernel does.
 
 Source: compressed-tensors 0.10.2 compressors/sparse_quantized_compressors/marlin_24.py (`pack_scales_24`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ...core.dtypes import DType
 from ...core.expr import make
 from ...core.specs import Expr, Input
 from ...errors import DataError
+from .conv1d import as_unquantized
 from .model import Model, Weight
 from .scales import Blocks, scaled
 
 _GROUP = 128
+_DENSE = ("B", "s")
 _TENSORS = ("weight_packed", "scale_packed", "meta")
+
+
+def dense_weight(model: Model, layer: str, settings: Mapping[str, Any], dtype: DType) -> Weight:
+    """Return the weight of a layer of GPTQ in Marlin's layout. Raises DataError if its tensors or the configuration do
+    not fit.
+
+    Parameters
+    ----------
+    model
+        The stored tensors.
+    layer
+        The layer, which has ``B`` and ``s``.
+    settings
+        The configuration.
+    dtype
+        The dtype of the result.
+    """
+    names = tuple(f"{layer}.{one}" for one in _DENSE)
+    words, scales = (model.operand(name) for name in names)
+    bits, said = settings.get("bits", 4), settings.get("group_size")
+    if bits != 4:
+        raise DataError(f"Marlin's layout has 4 bits, not {bits!r}, which the configuration says")
+    codes = make("dequantize.marlin", words)
+    outputs, inputs = codes.shape
+    groups = scales.shape[0] if scales.shape else 0
+    fits = scales.shape == (groups, outputs) and groups and groups in (1, inputs // _GROUP) and not inputs % groups
+    if not fits:
+        raise DataError(f"scales of {scales.shape} are not those of {codes.shape} codes")
+    if said is not None and (inputs if said == -1 else said) != inputs // groups:
+        raise DataError(f"{groups:,} groups of {inputs:,} inputs are not of {said!r} inputs, as the configuration says")
+    if groups == 1:
+        parts = make("reshape", scales, shape=(1, outputs // 32, 4, 4, 2))
+        order = make("transpose", parts, axes=(1, 3, 2, 4, 0))
+    else:
+        parts = make("reshape", scales, shape=(groups, outputs // 64, 8, 8))
+        order = make("transpose", parts, axes=(1, 3, 2, 0))
+    by = make("reshape", order, shape=(outputs, groups))
+    value = scaled(codes, by, Blocks(by.shape, (1, inputs // groups)), dtype)
+    used = model.present((*names, f"{layer}.workspace"))
+    return Weight(f"{layer}.weight", as_unquantized(model, layer, value), used)
 
 
 def is_marlin(model: Model, module: str) -> bool:
