@@ -117,6 +117,19 @@ class Op(ABC):
             (`core.rounding.convert`), which saves a pass over the block. It may share memory with ``blocks``.
         """
 
+    def fill(self, e: Expr, want: Selection, blocks: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """Return the same as `compute`, or ``out``.
+
+        Parameters
+        ----------
+        e, want, blocks
+            As for `compute`.
+        out
+            Memory for the result, of its shape and dtype, with any strides. An operation that returns it has settled
+            its NaN (`core.rounding.settle`), and saved a pass over the block.
+        """
+        return self.compute(e, want, blocks)
+
     def wide(self, e: Expr) -> DType | None:
         """Return the dtype in which `compute` gets the blocks of all operands; None for each operand's own. The reader
         converts while it reads, without allocating memory."""
