@@ -72,7 +72,8 @@ def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor, block
     stores = stores_of(store)
     prepare(stores, spec.expr)
     waits = any(one.is_remote for one in stores)
-    shape = cut(spec.expr, tuple(out.shape), block or (_FAR if waits else BLOCK))
+    near = 2 * BLOCK if op_of(spec.expr.op).in_tiles else BLOCK
+    shape = cut(spec.expr, tuple(out.shape), block or (_FAR if waits else near))
     plain: Plain = {}
     for box in grid(tuple(out.shape), shape):
         want = tuple(axis[a:b] for axis, a, b in zip(reads.want, box.start, box.stop, strict=True))
