@@ -106,21 +106,21 @@ def _in_tiles(
         whole = (len(axis) // size, size)
     else:
         whole = (1, width) if spread[-1].shape[-1] == 1 else (0, 0)
-    decode = Decoder(codes)
-    for at in range(0, len(rows), step):
-        tile = rows[at : at + step]
-        found = decode(tile)
+    plain = whole[0] and not divide and len(spread) == 1
+    if plain:
+        spread = [spread[0][:, :, None]]
+    parts = zip(Decoder(rows).tiles(step), results.split(step), *(one.split(step) for one in spread), strict=True)
+    for found, result, *own in parts:
         if by != 1:
             found *= by
-        if whole[0] and not divide and len(spread) == 1:
-            found.view(len(tile), *whole).mul_(spread[0][at : at + step, :, None])
+        if plain:
+            found.view(len(own[0]), *whole).mul_(own[0])
         else:
-            want = (range(len(tile)), axis)
-            for one in spread[:-1]:
-                _with(torch.Tensor.sub_, found, one[at : at + step], want, (1, size))
-            operation = torch.Tensor.div_ if divide else torch.Tensor.mul_
-            _with(operation, found, spread[-1][at : at + step], want, (1, size))
-        results[at : at + step].copy_(found)  # the reader settles NaN
+            want = (range(len(found)), axis)
+            for one in own[:-1]:
+                _with(torch.Tensor.sub_, found, one, want, (1, size))
+            _with(torch.Tensor.div_ if divide else torch.Tensor.mul_, found, own[-1], want, (1, size))
+        result.copy_(found)  # NaN is settled later
     return out
 
 
