@@ -68,6 +68,7 @@ class Op(ABC):
     prepares = False  # whether `prepare` is called before the first block is computed
     in_turn = False  # whether `compute` gets an iterator; taking a block may overwrite earlier ones, except the first
     moves = False  # whether the result has the bits of operands, unchanged (then the bits of its NaN are kept)
+    in_tiles = False  # whether `compute` needs little memory beside the blocks and the result: blocks may be larger
     lets_go = False  # whether the reader may use the memory of the blocks again when `compute` has returned
     elementwise = False  # whether an element needs the same element of every operand, all of which have its shape
 
@@ -122,6 +123,19 @@ class Op(ABC):
             Of the shape of the selection. If it has another dtype than the expression, the reader converts it
             (`core.rounding.convert`), which saves a pass over the block. It may share memory with ``blocks``.
         """
+
+    def fill(self, e: Expr, want: Selection, blocks: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """Return the same as `compute`, or ``out``.
+
+        Parameters
+        ----------
+        e, want, blocks
+            As for `compute`.
+        out
+            Memory for the result, of its shape and dtype, with any strides. An operation that returns it has settled
+            its NaN (`core.rounding.settle`), and saved a pass over the block.
+        """
+        return self.compute(e, want, blocks)
 
     def wide(self, e: Expr) -> DType | None:
         """Return the dtype in which `compute` gets the blocks of all operands; None for each operand's own. The reader
@@ -427,11 +441,21 @@ def grouped(axis: Axis, size: int) -> tuple[Axis, NDArray[np.int64]]:
     >>> grouped(range(100, 300), 128)
     (range(0, 3), array([0, 0, ...2]))
     """
+    groups = groups_of(axis, size)
+    if isinstance(groups, range) and groups.step == 1:  # no group is left out
+        return groups, indices(axis) // size - groups.start
+    return groups, np.searchsorted(indices(groups), indices(axis) // size)
+
+
+def groups_of(axis: Axis, size: int) -> Axis:
+    """Return the groups of ``size`` neighbours that the indices are in.
+
+    >>> groups_of(range(100, 300), 128)
+    range(0, 3)
+    """
     if isinstance(axis, range) and len(axis) and axis.step <= size:  # no group is left out
-        first, last = axis.start // size, axis[-1] // size
-        return range(first, last + 1), indices(axis) // size - first
-    groups, inverse = np.unique(indices(axis) // size, return_inverse=True)
-    return as_axis(groups), inverse.astype(np.int64)
+        return range(axis.start // size, axis[-1] // size + 1)
+    return as_axis(np.unique(indices(axis) // size))
 
 
 def as_axis(found: NDArray[np.int64]) -> Axis:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from ...errors import DataError
 from ..box import Axis, Selection
 from ..dtypes import DType, dtype_of
-from ..expr import Kind, Op, grouped, indices
+from ..expr import Kind, Op, grouped, groups_of, indices
+from ..rounding import settle
 from ..specs import Expr
 from .small_floats import TILE, Decoder, float32_of
 
@@ -31,6 +32,9 @@ class Scaled(Op):
     difference, the product and the conversion to ``dtype`` are rounded once each.
     """
 
+    lets_go = True
+    in_tiles = True
+
     def kind(self, inputs: Sequence[Kind], params: Mapping[str, Any]) -> Kind:
         codes, scales, *zeros = inputs
         block = params["block"]
@@ -45,10 +49,19 @@ class Scaled(Op):
         return Kind(codes.shape, dtype_of(params["dtype"]) if params.get("dtype") else scales.dtype)
 
     def pull(self, e: Expr, want: Selection) -> Sequence[Selection]:
-        scales = tuple(grouped(axis, size)[0] for axis, size in zip(want, e.params["block"], strict=True))
+        scales = tuple(groups_of(axis, size) for axis, size in zip(want, e.params["block"], strict=True))
         return (want, *(scales,) * (len(e.inputs) - 1))
 
     def compute(self, e: Expr, want: Selection, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self._computed(e, want, blocks, None)
+
+    def fill(self, e: Expr, want: Selection, blocks: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        found = self._computed(e, want, blocks, out if out.is_contiguous() else None)
+        return settle(out) if found is out else found
+
+    def _computed(
+        self, e: Expr, want: Selection, blocks: Sequence[torch.Tensor], out: torch.Tensor | None
+    ) -> torch.Tensor:
         codes, scales, *zeros = blocks
         block, divide = e.params["block"], bool(e.params.get("divide"))
         if _is_double(e.inputs[1].dtype):
@@ -58,15 +71,17 @@ class Scaled(Op):
             _with(torch.Tensor.div_ if divide else torch.Tensor.mul_, found, scales, want, block)
             return found
         operands = [float32_of(one) for one in (*zeros, scales)]
-        for d, (axis, size) in enumerate(zip(want[:-1], block[:-1], strict=True)):
-            operands = [_spread(one, d, axis, size) for one in operands]
         by = 1.0
         if codes.dtype is torch.float8_e4m3fn:  # `Decoder` yields a 256th
             if divide or zeros or not bool(operands[-1].abs().max() < _LARGE):
                 by = 256.0
             else:
                 operands[-1] = operands[-1] * 256.0  # exact, and a pass less over the codes
-        return _in_tiles(codes, operands, divide, by, want[-1:], block[-1:], e.dtype.torch)
+        for d, (axis, size) in enumerate(zip(want[:-1], block[:-1], strict=True)):
+            operands = [_spread(one, d, axis, size) for one in operands]
+        if out is None:
+            out = torch.empty(codes.shape, dtype=e.dtype.torch)
+        return _in_tiles(codes, operands, divide, by, want[-1:], block[-1:], out)
 
 
 def _in_tiles(
@@ -76,12 +91,11 @@ def _in_tiles(
     by: float,
     last: Selection,
     block: Sequence[int],
-    dtype: torch.dtype,
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """Return codes less zero points, if there are any, times scales, rounded to a dtype: some rows at a time, in memory
-    that the thread keeps. ``operands``: zero points and scales for each row, or for all rows. ``by``: what
-    `Decoder` divided the codes by."""
-    out = torch.empty(codes.shape, dtype=dtype)
+    """Write codes less zero points, if there are any, times scales, rounded, into contiguous memory, and return it: some
+    rows at a time, in memory that the thread keeps. ``operands``: zero points and scales for each row, or for all rows.
+    ``by``: what `Decoder` divided the codes by."""
     width = codes.shape[-1] if codes.ndim else 1
     lead = codes.shape[:-1]
     rows, results = codes.reshape(-1, width), out.view(-1, width)
@@ -92,21 +106,21 @@ def _in_tiles(
         whole = (len(axis) // size, size)
     else:
         whole = (1, width) if spread[-1].shape[-1] == 1 else (0, 0)
-    decode = Decoder(codes)
-    for at in range(0, len(rows), step):
-        tile = rows[at : at + step]
-        found = decode(tile)
+    plain = whole[0] and not divide and len(spread) == 1
+    if plain:
+        spread = [spread[0][:, :, None]]
+    parts = zip(Decoder(rows).tiles(step), results.split(step), *(one.split(step) for one in spread), strict=True)
+    for found, result, *own in parts:
         if by != 1:
             found *= by
-        if whole[0] and not divide and len(spread) == 1:
-            found.view(len(tile), *whole).mul_(spread[0][at : at + step, :, None])
+        if plain:
+            found.view(len(own[0]), *whole).mul_(own[0])
         else:
-            want = (range(len(tile)), axis)
-            for one in spread[:-1]:
-                _with(torch.Tensor.sub_, found, one[at : at + step], want, (1, size))
-            operation = torch.Tensor.div_ if divide else torch.Tensor.mul_
-            _with(operation, found, spread[-1][at : at + step], want, (1, size))
-        results[at : at + step].copy_(found)  # the reader settles NaN
+            want = (range(len(found)), axis)
+            for one in own[:-1]:
+                _with(torch.Tensor.sub_, found, one, want, (1, size))
+            _with(torch.Tensor.div_ if divide else torch.Tensor.mul_, found, own[-1], want, (1, size))
+        result.copy_(found)  # NaN is settled later
     return out
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..rounding import convert
@@ -35,10 +37,9 @@ def float32_of(codes: torch.Tensor) -> torch.Tensor:
     if codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
         return convert(codes, torch.float32)
     found = torch.empty(codes.shape, dtype=torch.float32)
-    flat, out = codes.reshape(-1), found.view(-1)
-    decode = Decoder(flat)
-    for at in range(0, len(flat), TILE):
-        out[at : at + TILE] = decode(flat[at : at + TILE])
+    if codes.numel():
+        for part, out in zip(Decoder(codes.reshape(-1)).tiles(TILE), found.view(-1).split(TILE), strict=True):
+            out.copy_(part)
     return found.mul_(256.0) if codes.dtype is torch.float8_e4m3fn else found
 
 
@@ -55,29 +56,37 @@ class Decoder:
     """
 
     def __init__(self, codes: torch.Tensor) -> None:
-        dtype = codes.dtype
+        self._codes, dtype = codes, codes.dtype
         self._shift = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 8}.get(dtype)
-        self._mask = -0x4080 if self._shift == 7 else None  # without bit 14, a copy of the sign
         # the codes above it are NaN or infinite; of e4m3fn, one that would be 480 is NaN
         self._largest = {7: 0x7E, 8: 0x7C}.get(self._shift or 0, 0xFF)
         self._nan = self._shift is not None and _has_above(codes, self._largest)
 
-    def __call__(self, codes: torch.Tensor) -> torch.Tensor:
-        """Return a part of the block, contiguous, in memory that is valid until the next call."""
-        count = codes.numel()
-        out = scratch(torch.float32, count).view(codes.shape)
+    def tiles(self, length: int) -> Iterator[torch.Tensor]:
+        """Yield the block, ``length`` indices of the first dimension at a time, in memory that is valid until the next
+        item."""
+        codes = self._codes
+        most = min(length, codes.shape[0])
+        shape = (most, *codes.shape[1:])
+        whole = scratch(torch.float32, prod(shape)).view(shape)
         if self._shift is None:
-            return convert(codes, torch.float32, out)
-        bits = scratch(torch.int16, count).view(codes.shape)
-        bits.copy_(codes.view(torch.int8))
-        bits <<= self._shift
-        if self._mask is not None:
-            bits &= self._mask
-        out.copy_(bits.view(torch.float16))
-        if self._nan:  # the bits of NaN would depend on how torch converts it
-            above = (codes.view(torch.uint8) & 0x7F) > self._largest
-            out.masked_fill_(above, torch.nan)
-        return out
+            for part in codes.split(length):
+                yield convert(part, torch.float32, whole[: part.shape[0]])
+            return
+        bits = scratch(torch.int16, prod(shape)).view(shape)
+        halves = bits.view(torch.float16)
+        for part in codes.view(torch.int8).split(length):  # a tile has few calls, and most have the same shape
+            n = part.shape[0]
+            if n != most:
+                bits, halves, whole = bits[:n], halves[:n], whole[:n]
+            bits.copy_(part)
+            bits *= 1 << self._shift  # torch shifts take twice as long
+            if self._shift == 7:
+                bits &= -0x4080  # without bit 14, a copy of the sign
+            whole.copy_(halves)
+            if self._nan:  # the bits of NaN would depend on how torch converts it
+                whole.masked_fill_((part.view(torch.uint8) & 0x7F) > self._largest, torch.nan)
+            yield whole
 
 
 def _has_above(codes: torch.Tensor, largest: int) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...core.box import Box, Selection, c_strides, is_run
 from ...core.expr import SCANNED, cut, op_of
@@ -23,8 +23,9 @@ from ...core.specs import Expr, Input, TensorSpec
 from ..pool import Task, Wait, run, run_here
 from ..storage.base import Store
 from ..storage.joined import stores_of
+from ..storage.remote import Remote
 from ..system import without_openmp
-from ..tensors import empty
+from ..tensors import as_bytes, empty
 from . import gather
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ else:
 BLOCK = 1 << 19  # elements that are computed at a time: they stay in a core's cache
 _FAR = 1 << 21  # the same, if operands are behind a network: larger requests
 _SCRATCH = 16 << 20  # bytes of memory that a thread keeps
+_PARTS = 64  # parts of it that are kept
 _preparing = threading.RLock()
 _own = threading.local()
 Plain = dict[int, "Extent | None"]  # id of an operand -> where it is, if it is one run of a file
@@ -70,7 +72,8 @@ def tasks(store: Store, spec: TensorSpec, reads: Reads, out: torch.Tensor, block
     stores = stores_of(store)
     prepare(stores, spec.expr)
     waits = any(one.is_remote for one in stores)
-    shape = cut(spec.expr, tuple(out.shape), block or (_FAR if waits else BLOCK))
+    near = 2 * BLOCK if op_of(spec.expr.op).in_tiles else BLOCK
+    shape = cut(spec.expr, tuple(out.shape), block or (_FAR if waits else near))
     plain: Plain = {}
     for box in grid(tuple(out.shape), shape):
         want = tuple(axis[a:b] for axis, a, b in zip(reads.want, box.start, box.stop, strict=True))
@@ -85,8 +88,11 @@ def _fill(stores: Sequence[Store], plain: Plain, expr: Expr, want: Selection, ta
         torch.get_num_threads()  # torch sets the number of a thread when the thread first asks for it
     memory.clear()
     with without_openmp():  # tasks run on as many threads as are worth it
-        convert(_computed(stores, plain, expr, want, memory), target.dtype, target)
-        if not op_of(expr.op).moves:
+        found = _computed(stores, plain, expr, want, memory, target)
+        if found is target:
+            return
+        convert(found, target.dtype, target)
+        if found.dtype == target.dtype and not op_of(expr.op).moves:  # else `convert` has settled it
             settle(target)
 
 
@@ -99,27 +105,48 @@ class Scratch:
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
+        self._parts: dict[tuple[int, tuple[int, ...], torch.dtype], Part] = {}  # of `_memory`, already made
         self.used = self._most = 0
 
     def clear(self) -> None:
         """Begin a task."""
         if self._memory is None or self._most > self._memory.numel():
             self._memory = torch.empty(max(self._most, 1 << 16), dtype=torch.uint8, device="cpu")
+            self._parts.clear()
         self.used = self._most = 0
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Part:
         """Return memory that is valid until the next `clear`."""
+        at = self.used
         nbytes = prod(shape) * dtype.itemsize
-        at, self.used = self.used, self.used + -(-nbytes // 64) * 64
+        self.used = at + -(-nbytes // 64) * 64
         if self.used <= _SCRATCH:
             self._most = max(self._most, self.used)
+        part = self._parts.get((at, shape, dtype))  # blocks have the same shapes again and again
+        if part is not None:
+            return part
         if self._memory is None or self.used > self._memory.numel():
-            return empty(shape, dtype)
-        return self._memory[at : at + nbytes].view(dtype).view(shape)
+            return Part.of(empty(shape, dtype))
+        if len(self._parts) >= _PARTS:
+            self._parts.clear()
+        part = self._parts[at, shape, dtype] = Part.of(self._memory[at : at + nbytes].view(dtype).view(shape))
+        return part
 
-    def give_back(self, block: torch.Tensor) -> None:
-        """Use the memory of the block that was taken last again."""
-        self.used -= -(-block.nbytes // 64) * 64
+    def give_back(self, part: Part) -> None:
+        """Use the memory of the part that was taken last again."""
+        self.used -= -(-len(part.memory) // 64) * 64
+
+
+class Part(NamedTuple):
+    """Memory for a block, as a tensor and as its bytes."""
+
+    block: torch.Tensor
+    memory: memoryview
+
+    @classmethod
+    def of(cls, block: torch.Tensor) -> Part:
+        """Return the memory of a contiguous tensor."""
+        return cls(block, as_bytes(block))
 
 
 def evaluate(stores: Sequence[Store], node: Expr | Input, want: Selection) -> torch.Tensor:
@@ -149,36 +176,39 @@ def _block(
     where to, if the block is not kept."""
     own = node.dtype.torch
     if isinstance(node, Expr):
-        found = convert(_computed(stores, plain, node, want, memory), own)
-        found = found if op_of(node.op).moves else settle(found)
-        return convert(found, dtype)
+        found = _computed(stores, plain, node, want, memory)
+        if found.dtype == own and not op_of(node.op).moves:  # else `convert` settles it
+            settle(found)
+        return convert(convert(found, own), dtype)
     shape = tuple(map(len, want))
     if memory is None:
-        return convert(_read(stores, plain, node, want, empty(shape, own)), dtype)
+        return convert(_read(stores, plain, node, want, Part.of(empty(shape, own))), dtype)
     out = memory.take(shape, dtype)
     if own == dtype:
         return _read(stores, plain, node, want, out)
     raw = memory.take(shape, own)
-    convert(_read(stores, plain, node, want, raw), dtype, out)
+    convert(_read(stores, plain, node, want, raw), dtype, out.block)
     memory.give_back(raw)
-    return out
+    return out.block
 
 
-def _read(stores: Sequence[Store], plain: Plain, node: Input, want: Selection, out: torch.Tensor) -> torch.Tensor:
-    """Read selected elements of an operand into ``out``."""
-    if not out.numel():
-        return out
+def _read(stores: Sequence[Store], plain: Plain, node: Input, want: Selection, out: Part) -> torch.Tensor:
+    """Read selected elements of an operand."""
+    block, memory = out
+    if not memory:
+        return block
     store = stores[node.source]
     if id(node) not in plain:
         plain[id(node)] = _plain(node)
     extent = plain[id(node)]
     first = None if extent is None else _first(want, node.shape)
-    if extent is not None and first is not None:
-        work = gather.run_tasks(store, extent.path, extent.offset + first * out.itemsize, out)
+    if extent is None or first is None:
+        run_here(gather.tasks(store, node.spec, Reads(want, (), (), tuple(block.shape)), block))
+    elif isinstance(store, Remote):
+        run_here(gather.run_tasks(store, extent.path, extent.offset + first * block.itemsize, block))
     else:
-        work = gather.tasks(store, node.spec, Reads(want, (), (), tuple(out.shape)), out)
-    run_here(work)
-    return out
+        store.read_into(extent.path, extent.offset + first * block.itemsize, memory)
+    return block
 
 
 def _plain(node: Input) -> Extent | None:
@@ -208,9 +238,15 @@ def _first(want: Selection, shape: tuple[int, ...]) -> int | None:
 
 
 def _computed(
-    stores: Sequence[Store], plain: Plain, node: Expr, want: Selection, memory: Scratch | None
+    stores: Sequence[Store],
+    plain: Plain,
+    node: Expr,
+    want: Selection,
+    memory: Scratch | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return selected elements of an expression, perhaps in another dtype than its own (`Op.compute`)."""
+    """Return selected elements of an expression, perhaps in another dtype than its own (`Op.compute`). ``out``: memory
+    of its own dtype that the operation may use for them."""
     if not all(map(len, want)):
         return empty(tuple(map(len, want)), node.dtype.torch)
     op = op_of(node.op)
@@ -222,10 +258,10 @@ def _computed(
         _block(stores, plain, one, part, (wide or one.dtype).torch, memory)
         for one, part in zip(node.inputs, op.pull(node, want), strict=True)
     )
-    if not op.in_turn:
-        return op.compute(node, want, list(blocks))
-    turns = blocks if memory is None else _in_turn(blocks, memory)
-    return op.compute(node, want, turns)  # type: ignore[arg-type]  # `in_turn`: an iterator
+    if op.in_turn and memory is not None:
+        blocks = _in_turn(blocks, memory)
+    given: Any = blocks if op.in_turn else list(blocks)
+    return op.compute(node, want, given) if out is None else op.fill(node, want, given, out)
 
 
 def _in_turn(blocks: Iterator[torch.Tensor], memory: Scratch) -> Iterator[torch.Tensor]:
