@@ -6,6 +6,7 @@ and do not use to save is replaced. ``python -m tests.writers.run_folders FOLDER
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.abc
 import importlib.machinery
@@ -167,18 +168,19 @@ def composer_files(out: Path) -> States:
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     data = TensorDataset(torch.randn(16, 4), torch.randn(16, 3))
-    trainer = Trainer(
-        model=model,
-        optimizers=optimizer,
-        train_dataloader=DataLoader(data, batch_size=4),
-        max_duration="2ba",
-        save_folder=str(out),
-        save_interval="1ba",
-        device="cpu",
-        run_name="tiny",
-        progress_bar=False,
-    )
-    trainer.fit()
+    with contextlib.chdir(out.parent):
+        trainer = Trainer(
+            model=model,
+            optimizers=optimizer,
+            train_dataloader=DataLoader(data, batch_size=4),
+            max_duration="2ba",
+            save_folder=out.name,  # its checkpoints name their files
+            save_interval="1ba",
+            device="cpu",
+            run_name="tiny",
+            progress_bar=False,
+        )
+        trainer.fit()
     return held(model.state_dict(), model.named_parameters(), optimizer)
 
 
