@@ -44,7 +44,8 @@ def names_of(paths: Iterable[str], shaped: Mapping[str, bool]) -> Names:
         elif path.startswith(start):
             layer, _, own = path[len(start) :].partition("/")
             weights[path] = _NUMBER.sub("", own or layer)
-    variables = {own: own.replace("/", ".") for own, count in Counter(weights.values()).items() if count == 1}
+    dots = Counter(own.replace("/", ".") for own in weights.values())
+    variables = {own: name for own in weights.values() if dots[name := own.replace("/", ".")] == 1}
     flat: dict[str, list[str]] = {}
     for own, weight in variables.items():
         flat.setdefault(own.replace("/", "_"), []).append(weight)

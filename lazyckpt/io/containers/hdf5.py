@@ -10,6 +10,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ MAGIC = b"\x89HDF\r\n\x1a\n"
 _BLOCK = 64 << 10  # bytes that are read at a time of a file behind a network
 _KEPT = 256  # such blocks in memory
 _MOST_CHUNKS = 1 << 20  # of one dataset
+_MOST = 4096  # elements of an attribute
+_LARGEST = 1 << 20  # bytes of an attribute
 _DEPTH = 100  # groups, one within the other
 _INLINE = 64 << 10  # bytes; HDF5 keeps less than that in an object's header
 _DEFLATE, _SHUFFLE, _FLETCHER, _LZF = 1, 2, 3, 32000
@@ -79,6 +82,10 @@ class _Blocks:
         return data
 
     def readinto(self, target: Any) -> int:
+        """Read into a buffer of HDF5, which fills what is behind the end with zeros. Raises OSError for a buffer that
+        is larger than the file: a damaged length, for which HDF5 would touch so much memory."""
+        if len(target) > max(self._file.size, _BLOCK):
+            raise OSError(f"{len(target):,} bytes of a file of {self._file.size:,}")
         data = self.read(len(target))
         target[: len(data)] = data
         return len(data)
@@ -193,10 +200,14 @@ class _Walk:
         for name in item.attrs:
             self.budget.objects()
             try:
+                about = item.attrs.get_id(name)
+                size = prod(about.shape or ()) * about.dtype.itemsize
+                if about.get_storage_size() > self.file.size or size > _LARGEST or prod(about.shape or ()) > _MOST:
+                    continue  # damaged, or no text and no few numbers
                 value = item.attrs[name]
-            except (OSError, TypeError, ValueError):
-                continue  # of a type that h5py does not know
-            if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufSU" and value.size <= 4096:
+            except (OSError, TypeError, ValueError, RuntimeError, KeyError):
+                continue  # of a type that h5py does not know, or damaged
+            if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufSU" and value.size <= _MOST:
                 value = value.tolist()
             if isinstance(value, str | int | float | bool | list):
                 values[str(name)] = value
