@@ -18,7 +18,7 @@ from lazyckpt.core.requests import Policy
 from lazyckpt.errors import DestinationError, FormatError, LazyckptError, MissingFileError
 from lazyckpt.io.storage.connecting import address, configuration
 from lazyckpt.io.storage.credentials import is_without_secrets, without_secrets
-from lazyckpt.io.storage.requesting import UnreachableError
+from lazyckpt.io.storage.repeating import UnreachableError
 from lazyckpt.testing.remote import Served
 
 from .servers.fixtures import Cloud, need_obstore
@@ -223,7 +223,7 @@ def test_a_server_that_refuses_connections_is_named() -> None:
 
 
 def test_a_server_that_has_never_answered_is_given_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazyckpt.io.storage.requesting._UNREACHED", 0.0)
+    monkeypatch.setattr("lazyckpt.io.storage.repeating._UNREACHED", 0.0)
     store = Served({})
     asked = []
 

@@ -22,7 +22,8 @@ from .access import guarded
 from .base import Buffer, Entry, Guard, Store
 from .credentials import OWN, Sealed, hint, is_without_secrets, seal, unseal, without_password, without_secrets
 from .listed import portable
-from .requesting import Requesting, Transient
+from .repeating import Transient
+from .requesting import Requesting
 from .spellings import unknown_protocol
 from .traffic import PASSING, Traffic, retry_after
 

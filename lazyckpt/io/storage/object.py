@@ -29,7 +29,8 @@ from .credentials import Sealed, seal, unseal
 from .forked import Recipe, by_helper, obstore_works
 from .index_page import HIDDEN, candidates, links
 from .listed import portable
-from .requesting import Requesting, Transient
+from .repeating import Transient
+from .requesting import Requesting
 from .traffic import Traffic
 
 _KEY = os.urandom(32)  # of this process, so that hashes of options reveal nothing about them elsewhere
