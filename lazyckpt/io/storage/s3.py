@@ -201,10 +201,13 @@ class S3Uploads(PartUploads):
 
 
 def _pages(client: Any, listing: str, **about: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the pages of a listing. Raises Transient if one says that there are more, but not which."""
+    """Yield the pages of a listing. Raises OSError if one says that there are more, but not which."""
     for page in client.get_paginator(listing).paginate(**about):
         if page.get("IsTruncated") and not page.get(_NEXT[listing]):
-            raise Transient(f"s3://{about['Bucket']}: the listing is cut short: the server does not say how it goes on")
+            raise OSError(
+                f"s3://{about['Bucket']}: the server's listing is cut short, and does not say how it goes on: the "
+                "server does not speak version 2 of S3's listings"
+            )
         yield page
 
 
@@ -216,7 +219,8 @@ def _deleted(about: Mapping[str, Any], client: Any) -> Mapping[str, Any]:
 def _error(e: Exception, url: str, options: Mapping[str, Any]) -> Exception:
     answer: Any = getattr(e, "response", None)
     about = answer.get("Error", {}) if isinstance(answer, Mapping) else {}
-    code, line = str(about.get("Code", "")), " ".join(without_secrets(str(e), options).split()).rstrip(".")[:300]
+    text = str(e).replace(" (reached max retries: 0)", "")
+    code, line = str(about.get("Code", "")), " ".join(without_secrets(text, options).split()).rstrip(".")[:300]
     if code == "NoSuchUpload":
         return UploadGoneError(f"{url}: the upload does not exist any more")
     if code == "NoSuchBucket":
