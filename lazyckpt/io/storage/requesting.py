@@ -25,7 +25,7 @@ from ...core.requests import Ints, Policy, Request, join
 from ...errors import MissingFileError
 from ..pool import Fetch, Task
 from .base import Buffer, Entry, Fetched, closed_error, raise_unreadable
-from .cache import BlockCache, configured, object_key, place_of
+from .cache import BlockCache, Keeping, configured, object_key, place_of
 from .credentials import hint
 from .held import take
 from .pieces import FEW, Fill, Pieces, Ranges, in_order
@@ -250,7 +250,8 @@ class Requesting(Remote):
             state = info
             key = None if info is None else self._key_of(path, info)
             expected = stop if info is None else min(stop, info.size)
-            cache = None if key is None else self.cache
+            cache = self.cache
+            kept = None if key is None or cache is None else Keeping(cache, key, at)
             before = at
             try:
                 for chunk in chunks:
@@ -258,10 +259,12 @@ class Requesting(Remote):
                     if at + len(data) > stop:
                         raise Transient(f"{self.root}/{path}: the server sends more bytes than it was asked for")
                     take(at, data)
-                    if key is not None and cache is not None:
-                        cache.store(key, at, data)
+                    if kept is not None:
+                        kept.add(data)
                     at += len(data)
             finally:
+                if kept is not None:
+                    kept.finish()
                 self.io.add(nbytes=at - before)
             if info is not None and at < expected:
                 raise Transient(f"{self.root}/{path}: the answer ends after {at - start:,} of {stop - start:,} bytes")
