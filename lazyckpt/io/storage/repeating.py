@@ -75,7 +75,7 @@ def repeated(ask: Callable[[], T], policy: Policy, io: Traffic, known: bool = Fa
                     advice = "is its address right, and is there a network?"
                 raise OSError(f"{str(e).rstrip('.')} (tried for {spent:.0f} s; {advice})") from e
             io.add(retries=1)
-            time.sleep(wait)
+            pause(wait)
             pause = min(2 * pause, _LONGEST)
         finally:
             io.add(requests=1, seconds=time.monotonic() - before)

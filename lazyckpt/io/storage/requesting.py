@@ -23,7 +23,7 @@ import numpy as np
 from ...core.index import FileInfo
 from ...core.requests import Ints, Policy, Request, join
 from ...errors import MissingFileError
-from ..pool import Fetch, Task
+from ..pool import Fetch, Task, go_on
 from .base import Buffer, Entry, Fetched, closed_error, raise_unreadable
 from .cache import BlockCache, Keeping, configured, object_key, place_of
 from .credentials import hint
@@ -255,6 +255,7 @@ class Requesting(Remote):
             before = at
             try:
                 for chunk in chunks:
+                    go_on()
                     data = memoryview(chunk).cast("B")
                     if at + len(data) > stop:
                         raise Transient(f"{self.root}/{path}: the server sends more bytes than it was asked for")
