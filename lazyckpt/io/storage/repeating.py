@@ -54,7 +54,7 @@ def repeated(ask: Callable[[], T], policy: Policy, io: Traffic, known: bool = Fa
         Whether the server is known to exist, so that it may be away for as long as the deadline.
     """
     begin = time.monotonic()
-    pause = _FIRST
+    longer = _FIRST
     while True:
         before = time.monotonic()
         try:
@@ -62,7 +62,7 @@ def repeated(ask: Callable[[], T], policy: Policy, io: Traffic, known: bool = Fa
             io.answered = True
             return found
         except Transient as e:
-            wait = max(e.after, pause * random.uniform(0.5, 1.5))
+            wait = max(e.after, longer * random.uniform(0.5, 1.5))
             spent = time.monotonic() - begin
             deadline = policy.deadline
             if not isinstance(e, UnreachableError):
@@ -76,6 +76,6 @@ def repeated(ask: Callable[[], T], policy: Policy, io: Traffic, known: bool = Fa
                 raise OSError(f"{str(e).rstrip('.')} (tried for {spent:.0f} s; {advice})") from e
             io.add(retries=1)
             pause(wait)
-            pause = min(2 * pause, _LONGEST)
+            longer = min(2 * longer, _LONGEST)
         finally:
             io.add(requests=1, seconds=time.monotonic() - before)
