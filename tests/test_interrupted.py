@@ -77,6 +77,7 @@ def test_an_upload_is_gone_on_with_or_leaves_nothing(
     )
     s3.server.set_fault("slow", method="PUT", skip=2, seconds=0.3)  # the marker and a part are written
     s3.server.reset()
+
     def write() -> None:
         view.to_safetensors(url, storage_options=s3.options)
 
