@@ -365,7 +365,7 @@ class Work:
 
     def _take(self) -> None:
         """Run batches until none is left."""
-        with self._reads.joined():
+        with self._reads.joined(), _until(self._stop):
             try:
                 while True:
                     with self._lock:
