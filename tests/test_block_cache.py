@@ -14,8 +14,12 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lazyckpt.errors import CacheWarning, DataError
 from lazyckpt.io import user_folder
@@ -23,6 +27,8 @@ from lazyckpt.io.storage import cache as caches
 from lazyckpt.io.storage import segments
 from lazyckpt.io.storage.cache import BlockCache, configured, object_key, place_of
 from lazyckpt.io.storage.segments import BLOCK, SEGMENT, ObjectKey
+
+from .lanes import rounds
 
 SIZE = 3 * SEGMENT // 2 + 12_345
 ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -567,3 +573,26 @@ def test_a_cache_is_shared_and_a_pickle_finds_it(tmp_path: Path) -> None:
     cache = configured(f"{tmp_path}/c:3GiB")
     assert cache is configured(f"{tmp_path}/c:3GiB")
     assert pickle.loads(pickle.dumps(cache)) is cache
+
+
+# -- what arrives in chunks
+
+
+@given(st.integers(0, 3 * BLOCK), st.lists(st.integers(0, 3 * BLOCK), max_size=9), st.integers(1, 4))
+@settings(deadline=None, max_examples=rounds(60))
+def test_chunks_are_stored_in_runs(start: int, sizes: list[int], blocks: int) -> None:
+    """Whatever the chunks, all of their bytes are stored once, in runs that end where blocks end."""
+    data, stored = random.Random(0).randbytes(start + sum(sizes)), list[tuple[int, bytes]]()
+    kept = SimpleNamespace(store=lambda key, at, part: stored.append((at, bytes(part))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caches, "_RUN", blocks * BLOCK)
+        keeping = caches.Keeping(cast(BlockCache, kept), ObjectKey("s3://b/x", "v", 1 << 40), start)
+        at = start
+        for size in sizes:
+            keeping.add(memoryview(data)[at : at + size])
+            at += size
+        keeping.finish()
+    assert b"".join(part for _, part in stored) == data[start:]
+    ends = [at + len(part) for at, part in stored]
+    assert [at for at, _ in stored] == [start, *ends[:-1]][: len(stored)]
+    assert all(end % (blocks * BLOCK) == 0 for end in ends[:-1])

@@ -29,7 +29,7 @@ from lazyckpt.core.index import FileInfo
 from lazyckpt.errors import ChangedFileError, DataError, MissingFileError
 from lazyckpt.formats import opening
 from lazyckpt.io.storage import forked
-from lazyckpt.io.storage.requesting import Transient
+from lazyckpt.io.storage.repeating import Transient
 
 pytest.importorskip("obstore")
 pytestmark = [

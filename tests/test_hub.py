@@ -31,7 +31,7 @@ from lazyckpt import cli
 from lazyckpt.errors import CredentialsWarning
 from lazyckpt.io.storage.hub import HubStore
 from lazyckpt.io.storage.hub_url import parse
-from lazyckpt.io.storage.requesting import Transient
+from lazyckpt.io.storage.repeating import Transient
 
 from .servers.hub import Answer, Asked, Hub
 

@@ -58,7 +58,7 @@ def opened_below(root: Path) -> Iterator[tuple[Path, lazyckpt.CheckpointView]]:
 
 
 # what is not kept, and why; all other recorded checkpoints are
-UNKEPT = ("decided on use", "looked at on use", "a class", "several folders", "the class ValueFragments")
+UNKEPT = ("decided on use", "looked at on use", "a class", "several folders")
 
 
 @pytest.mark.parametrize("group", recordings.GROUPS)

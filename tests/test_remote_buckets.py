@@ -10,7 +10,7 @@ import pickle
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import current_process
@@ -26,6 +26,7 @@ import lazyckpt
 from lazyckpt import cli
 from lazyckpt.errors import CredentialsWarning, LazyckptError, MissingFileError
 from lazyckpt.io.storage.object import ObjectStore
+from lazyckpt.io.storage.uploads import uploads_of
 
 from .servers.fixtures import Cloud, cloud_of, need_obstore
 
@@ -111,6 +112,65 @@ def test_a_listing_that_lags_behind(s3: Cloud) -> None:
             view["b"][:]
     else:
         assert torch.equal(view["b"][:], TENSOR)
+
+
+@pytest.fixture(scope="module")
+def many() -> Iterator[Cloud]:
+    """A bucket with a folder of more files than an answer to a listing has, and one of as many."""
+    import obstore
+
+    with cloud_of("s3") as cloud:
+
+        def put(name: str) -> None:
+            obstore.put(cloud.store, name, b"x", use_multipart=False)
+
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(put, [*(f"more/{n:05}.tmp" for n in range(1050)), *(f"full/{n:05}.tmp" for n in range(999))]))
+        for folder in ("more", "full"):
+            cloud.put(f"{folder}/model.safetensors", save({"a": TENSOR}))
+        yield cloud
+
+
+@pytest.mark.parametrize("way", ["list", "tree", "writing"])
+def test_a_listing_that_is_cut_short_is_an_error(many: Cloud, way: str) -> None:
+    """A server of version 1 of the protocol says that there are more names, but not what comes next."""
+    many.server.set_fault("no_token", what="list")
+    ways: dict[str, Callable[[str], int]] = {
+        "list": lambda folder: len(ObjectStore(many.at(folder), many.options).list()),
+        "tree": lambda folder: len(ObjectStore(many.url, many.options).tree(folder, 10_000) or ()),
+        "writing": lambda folder: len(uploads_of(many.at(folder), many.options).list()),
+    }
+    try:
+        with pytest.raises(OSError, match="version 2 of S3's listings"):
+            ways[way]("more")
+        assert ways[way]("full") == 1000
+    finally:
+        many.server.clear_faults()
+    assert ways[way]("more") == 1051
+
+
+@pytest.mark.parametrize("times", [1, None], ids=["once", "for ever"])
+def test_the_second_page_of_a_listing_fails(many: Cloud, times: int | None) -> None:
+    options = {**many.options, "requests": {"deadline": 5 if times else 0.3}}
+    many.server.set_fault("status", what="list", skip=1, times=times, status=500)
+    try:
+        if times:
+            assert torch.equal(lazyckpt.open(many.at("more"), storage_options=options, cache=False)["a"][:], TENSOR)
+            return
+        with pytest.raises(MissingFileError, match="500 Internal Server Error"):
+            lazyckpt.open(many.at("more"), storage_options=options, cache=False)
+    finally:
+        many.server.clear_faults()
+
+
+def test_a_folder_of_a_run_that_cannot_be_listed(s3: Cloud) -> None:
+    """It is no reason to open an older checkpoint in place of it."""
+    for step in (1, 2):
+        s3.put(f"run/checkpoint-{step}/model.safetensors", save({"a": TENSOR + step}))
+    s3.server.set_fault("status", what="list", skip=1, status=500)
+    options = {**s3.options, "requests": {"deadline": 0.3}}
+    with pytest.raises(LazyckptError, match="500 Internal Server Error"):
+        lazyckpt.open(s3.at("run"), storage_options=options, cache=False)
 
 
 @pytest.mark.parametrize("megatron", [False, True], ids=["zarr", "megatron"])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
+import sys
 import traceback
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import save
@@ -18,7 +20,7 @@ from lazyckpt.core.requests import Policy
 from lazyckpt.errors import DestinationError, FormatError, LazyckptError, MissingFileError
 from lazyckpt.io.storage.connecting import address, configuration
 from lazyckpt.io.storage.credentials import is_without_secrets, without_secrets
-from lazyckpt.io.storage.requesting import UnreachableError
+from lazyckpt.io.storage.repeating import UnreachableError
 from lazyckpt.testing.remote import Served
 
 from .servers.fixtures import Cloud, need_obstore
@@ -223,7 +225,7 @@ def test_a_server_that_refuses_connections_is_named() -> None:
 
 
 def test_a_server_that_has_never_answered_is_given_up_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lazyckpt.io.storage.requesting._UNREACHED", 0.0)
+    monkeypatch.setattr("lazyckpt.io.storage.repeating._UNREACHED", 0.0)
     store = Served({})
     asked = []
 
@@ -367,3 +369,61 @@ def test_a_file_system_whose_cause_has_a_credential(monkeypatch: pytest.MonkeyPa
     with pytest.raises(LazyckptError, match="cannot read") as caught:
         view["a"][:]
     assert "hidden" not in "".join(traceback.format_exception(caught.value))
+
+
+# -- protocols of fsspec
+
+
+@pytest.mark.parametrize(
+    "scheme, package, module",
+    [
+        ("ssh", "paramiko", "fsspec.implementations.sftp"),
+        ("smb", "smbprotocol", "fsspec.implementations.smb"),
+        ("github", "requests", "fsspec.implementations.github"),
+        ("hdfs", "pyarrow", "fsspec.implementations.arrow"),
+        ("webdav", "webdav4", "webdav4.fsspec"),
+        ("oss", "ossfs", "ossfs"),
+        ("lakefs", "lakefs-spec", "lakefs_spec"),
+    ],
+)
+def test_a_package_that_is_missing_is_named(
+    scheme: str, package: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, scheme, raising=False)
+    monkeypatch.setitem(sys.modules, module, None)
+    url = f"{scheme}://server/run/model.safetensors"
+    text = f"{scheme}:// needs {package}: pip install {package}"
+    assert refused(url, {}) == f"{url}: {text}"
+    (tmp_path / "a.safetensors").write_bytes(save({"a": TENSOR}))
+    with lazyckpt.open(tmp_path / "a.safetensors") as view, pytest.raises(DestinationError, match=re.escape(text)):
+        view.to_safetensors(url)
+
+
+def test_what_a_url_does_not_say_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("requests")
+    wanted = "github:// needs org and repo: write github://ORG:REPO@REF/folder, or pass storage_options={'org': ..., "
+    assert wanted in refused("github://org/repo", {})
+    (tmp_path / "a.safetensors").write_bytes(save({"a": TENSOR}))
+    with lazyckpt.open(tmp_path / "a.safetensors") as view, pytest.raises(DestinationError, match="ORG:REPO"):
+        view.to_safetensors("github://org/repo/a.safetensors")
+
+
+def test_hadoop_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> None:
+        raise OSError("Prior attempt to load libhdfs failed")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", load)
+    assert "needs Hadoop and Java: set HADOOP_HOME" in refused("hdfs://server/run", {})
+
+
+def test_urls_of_local_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(save({"a": TENSOR}))
+    for url in (f"file://{path}", f"file://localhost{path}"):
+        view = lazyckpt.open(url)
+        assert torch.equal(view["a"][:], TENSOR) and view.root == str(tmp_path)
+    view.to_safetensors(f"file://localhost{tmp_path}/b.safetensors")
+    assert torch.equal(lazyckpt.open(tmp_path / "b.safetensors")["a"][:], TENSOR)
+    assert "files of the machine 'elsewhere'" in refused(f"file://elsewhere{path}", {})
+    assert f"file://{path}" in refused(f"file:{path}", {})
+    assert refused(f"file://localhost{path}x", {}) == f"{path}x: no such file or folder"

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 import lazyckpt
 from lazyckpt.io import pool
 from lazyckpt.io.reading import packed
-from lazyckpt.io.storage import requesting
+from lazyckpt.io.storage import repeating
 from lazyckpt.io.storage.fsspec import FsspecStore
 
 fsspec = pytest.importorskip("fsspec")
@@ -146,6 +146,6 @@ def test_a_busy_server_of_fsspec_says_when_to_ask_again(
         return real(self, path, **options)
 
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "cat_file", cat_file)
-    monkeypatch.setattr(requesting.time, "sleep", waits.append)
+    monkeypatch.setattr(repeating.time, "sleep", waits.append)
     assert torch.equal(view["w"][:1], VALUES[:1])
     assert waits == [7.0, 9.0] and view.io.retries == 2

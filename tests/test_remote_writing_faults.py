@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import socket
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -18,12 +19,12 @@ from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt.errors import ChangedFileError, DestinationError, MissingFileError
-from lazyckpt.io.storage import uploads
+from lazyckpt.io.storage import repeating, uploads
 from lazyckpt.io.storage.uploads import FsspecUploads, uploads_of
 from lazyckpt.jobs import parts, unfinished
 from lazyckpt.jobs import upload as jobs_upload
 
-from .servers.fixtures import Cloud, cloud_of
+from .servers.fixtures import Cloud, cloud_of, need_obstore
 
 pytest.importorskip("boto3")
 PART = 5 << 20
@@ -306,14 +307,70 @@ def test_a_reader_that_listed_the_folder_before_it_is_replaced(
 
 
 def test_a_busy_bucket_says_when_to_write_again(source: Path, s3: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    """boto3 repeats requests after pauses of its own. Longer than the deadline nobody waits."""
-    from lazyckpt.io.storage import s3 as storage
-
     waits: list[float] = []
-    monkeypatch.setattr(storage, "time", SimpleNamespace(sleep=waits.append))
+    monkeypatch.setattr(repeating.time, "sleep", waits.append)
     view = lazyckpt.open(source)
-    for number, after in enumerate(("17", "4000")):
-        s3.server.set_fault("status", method="PUT", times=1, status=503, headers={"Retry-After": after})
-        view.to_safetensors(s3.at(f"{number}.safetensors"), storage_options=s3.options)
-        s3.server.clear_faults()
+    s3.server.set_fault("status", method="PUT", times=1, status=503, headers={"Retry-After": "17"})
+    view.to_safetensors(s3.at("m.safetensors"), storage_options=s3.options)
     assert waits == [17.0]
+    s3.server.clear_faults()
+    s3.server.set_fault("status", method="PUT", times=1, status=503, headers={"Retry-After": "4000"})
+    with pytest.raises(DestinationError, match="deadline"):  # longer than that nobody waits
+        view.to_safetensors(s3.at("later.safetensors"), storage_options=s3.options)
+    assert waits == [17.0]
+
+
+# -- the deadline
+
+
+BAD: dict[str, dict[str, Any]] = {
+    "busy": {"kind": "status", "status": 503},
+    "dropped": {"kind": "drop"},
+    "silent": {"kind": "hang"},
+    "cut": {"kind": "cut", "after": 3},
+}
+
+
+@pytest.mark.parametrize("fault", ["busy", "silent", "cut"])
+def test_a_bucket_that_fails_for_ever(source: Path, s3: Cloud, fault: str) -> None:
+    """Writing is given up after the deadline, also if it is the first request that fails."""
+    view, bad = lazyckpt.open(source), {**BAD[fault]}
+    options = {**s3.options, "requests": {"deadline": 0.3, "timeout": 0.5}}
+    s3.server.set_fault(bad.pop("kind"), **bad)
+    begin = time.monotonic()
+    with pytest.raises(DestinationError, match=r"tried for \d+ s; storage_options"):
+        view.to_safetensors(s3.at("m.safetensors"), storage_options=options)
+    assert time.monotonic() - begin < 5
+    s3.server.clear_faults()
+    assert objects(s3.url, s3.options) == {}
+    view.to_safetensors(s3.at("m.safetensors"), storage_options=options)
+    assert objects(s3.url, s3.options).keys() == {"m.safetensors"}
+
+
+def test_a_bucket_that_fails_for_a_moment(tmp_path: Path, s3: Cloud) -> None:
+    """Also in the middle of an answer, and of an upload in parts."""
+    save_file({"a": torch.arange(2 << 20)}, tmp_path / "in.safetensors")
+    view = lazyckpt.open(tmp_path / "in.safetensors")
+    for number, (fault, method) in enumerate((("busy", "PUT"), ("dropped", "PUT"), ("cut", "GET"), ("cut", "POST"))):
+        bad = {**BAD[fault]}
+        s3.server.set_fault(bad.pop("kind"), method=method, skip=1, times=1, **bad)
+        view.to_safetensors(s3.at(f"{number}/m.safetensors"), storage_options=s3.options)
+        s3.server.clear_faults()
+        place = uploads_of(s3.at(str(number)), s3.options)
+        assert place.list().keys() == {"m.safetensors"} and list(place.begun()) == []  # type: ignore[attr-defined]
+        found = lazyckpt.open(s3.at(f"{number}/m.safetensors"), storage_options=s3.options)
+        assert torch.equal(found["a"][...], view["a"][...])
+
+
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_nobody_at_the_address(source: Path, kind: str) -> None:
+    """Connections that are refused count like answers that do not come."""
+    need_obstore()
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        server = f"http://127.0.0.1:{found.getsockname()[1]}"
+    name = {"s3": "endpoint", "gs": "base_url"}[kind]
+    options = {name: server, "skip_signature": True, "requests": {"deadline": 0.3}}
+    begin = time.monotonic()
+    with pytest.raises(DestinationError, match=r"127\.0\.0\.1"):
+        lazyckpt.open(source).to_safetensors(f"{kind}://bucket/m.safetensors", storage_options=options)
+    assert time.monotonic() - begin < 5

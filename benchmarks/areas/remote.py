@@ -22,7 +22,7 @@ from tests.servers.s3 import serve_s3
 from tests.servers.server import Handle
 
 from .. import data
-from ..case import Area, Case, Goal, Settings
+from ..case import Area, Case, Goal, Settings, remove
 from ..contest import Contest, Skipped
 from ..sample import Timed
 
@@ -220,6 +220,7 @@ def _runai(settings: Settings, bucket: Bucket, _: lazyckpt.CheckpointView) -> tu
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
         "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0",
     }
     url = f"s3://bucket/{_layer(settings).name}"
@@ -248,6 +249,22 @@ def _cached(settings: Settings) -> Contest:
 
     ours, peer = Timed(lambda: view.to()), ("the same view of a local file", Timed(lambda: local.to()))
     return Contest(ours, peer, calls=1, most=9, count=count, done=bucket.until.close)
+
+
+def _empty(settings: Settings) -> Contest:
+    """The first read with a disk cache that is empty, against one without a cache."""
+    path = _layer(settings)
+    bucket = Bucket.of(path.parent)
+    folder = Path(bucket.until.enter_context(tempfile.TemporaryDirectory(dir=settings.data)))
+    url = f"s3://bucket/{path.name}"
+    plain = lazyckpt.open(url, cache=False, storage_options=bucket.options)
+
+    def emptied() -> tuple[lazyckpt.CheckpointView]:
+        remove(folder / "cache")
+        return (lazyckpt.open(url, cache=folder / "cache", storage_options=bucket.options),)
+
+    ours, peer = Timed(lambda view: view.to(), emptied), ("a read without a cache", Timed(lambda: plain.to()))
+    return Contest(ours, peer, calls=1, most=9, done=bucket.until.close)
 
 
 # -- writing
@@ -305,6 +322,7 @@ def _all(settings: Settings) -> Iterator[Case]:
     for peer, goal in (("obstore", 1 / 0.9), ("fsspec", 1.0), ("torch", 1.0), ("runai", 1.0)):
         yield Case(f"a layer of {size}, against {peer}", partial(_whole, settings, peer), [Goal(goal)])
     yield Case(f"a layer of {size} from the disk cache", partial(_cached, settings), [Goal(1 / 0.8)])
+    yield Case(f"a layer of {size}, and into an empty disk cache", partial(_empty, settings), [Goal(1.5)])
     yield Case(f"to_safetensors of {size}", partial(_writing, settings), [Goal(1 / 0.8)])
 
 

@@ -15,7 +15,7 @@ from ..errors import DataError
 from ..formats.cache import folder
 from ..formats.cache.opening import clear, kept
 from ..io.storage.cache import BlockCache, Kept, configured
-from ..io.storage.urls import LOCAL, is_remote
+from ..io.storage.urls import is_remote, without_protocol
 from .console import write_line, write_text
 from .options import JsonOption
 
@@ -98,7 +98,7 @@ def _there(work: Any, otherwise: Any) -> Any:
 
 def _where(path: str) -> str:
     """Return a path as entries have it."""
-    return path.rstrip("/") if is_remote(path) else os.path.abspath(os.path.expanduser(path.removeprefix(LOCAL)))
+    return path.rstrip("/") if is_remote(path) else os.path.abspath(os.path.expanduser(without_protocol(path)))
 
 
 def _list(rows: list[dict[str, Any]], objects: list[Kept], most: int, as_json: bool) -> None:

@@ -20,11 +20,14 @@ from ..io.storage.archive import ArchiveStore, archive_store
 from ..io.storage.base import Store
 from ..io.storage.cache import BlockCache, configured
 from ..io.storage.credentials import without_secrets
-from ..io.storage.local import LocalStore, split
+from ..io.storage.local import split
 from ..io.storage.members import Tree
 from ..io.storage.remote import Remote
 from ..io.storage.streams import StoreFile
 from ..io.storage.urls import is_url, split_url
+from .cache.folder import enabled
+from .cache.members import KeptMembers
+from .cache.state import mark_of_file
 from .catalog import is_step_folder
 from .zarr.tree import ROOTS
 
@@ -53,10 +56,11 @@ def locate(
     storage_options: Mapping[str, Any] | None = None,
     io: str = "auto",
     cache: Callable[[], BlockCache | None] = configured,
+    kept: bool = False,
 ) -> tuple[Store, str]:
     """Return the store of a user's path or URL and the name in it, as `urls.split_url` does, but with the folder in an
     archive for a path of an archive, or of what is in one. ``io``: see `LocalStore`. ``cache`` returns the block cache
-    of a remote store.
+    of a remote store. ``kept``: tables of archives are kept in the index cache, and taken from it.
 
     Raises MissingFileError if there is nothing at the path, and the errors of a damaged archive.
     """
@@ -77,7 +81,7 @@ def locate(
             (store, name), inside = split(outer[0], io), outer[1]
     if isinstance(store, Remote):
         store.cache = cache()
-    archive = opened_archive(store, name) if name else None
+    archive = opened_archive(store, name, kept) if name else None
     if archive is None:
         if inside:
             raise MissingFileError(f"{store.root}/{name} is a file that holds no folder: there is no {inside!r} in it")
@@ -109,25 +113,30 @@ def only_read(where: str) -> DestinationError:
     )
 
 
-def opened_archive(store: Store, name: str) -> ArchiveStore | None:
-    """Return the folder in an archive; None if the file is none, or a checkpoint itself."""
+def opened_archive(store: Store, name: str, kept: bool = False) -> ArchiveStore | None:
+    """Return the folder in an archive; None if the file is none, or a checkpoint itself. ``kept``: see `locate`."""
     low = name.lower()
     if low.endswith((*_PACKED, _NEMO)):
         _refuse_packed(store, name)
     if not is_archive(low):
         return None
     info = store.stat(name)
-    mark = _mark(store, name)
+    mark = mark_of_file(store, name)
     inner = store.pinned({name: info})
     key = (store.key, name, info, mark)
     tree = _trees.get(key) if info.version or info.mtime_ns else None
+    entry = KeptMembers(store, name, info, mark) if tree is None and kept and enabled() else None
+    if entry is not None:
+        tree = entry.load()
     if tree is None:
         tree = _read(StoreFile(inner, name, tail=_TAIL if inner.gap else 1 << 13, head=_HEAD if inner.gap else 0), low)
         if tree is None:
             return None
-        _trees[key] = tree
-        for old in list(_trees)[:-_KEPT]:
-            _trees.pop(old, None)
+        if entry is not None:
+            entry.save(tree)
+    _trees[key] = tree
+    for old in list(_trees)[:-_KEPT]:
+        _trees.pop(old, None)
     return archive_store(inner, name, tree, mark=mark)
 
 
@@ -165,17 +174,6 @@ def _refuse_packed(store: Store, name: str) -> None:
             f"{store.root}/{name} is a compressed tar, which cannot be read by ranges: unpack it and open the folder, "
             f"{again}"
         )
-
-
-def _mark(store: Store, name: str) -> str:
-    """Return the time of the last change and the inode of a local file: a modification time can be set back."""
-    if not isinstance(store, LocalStore):
-        return ""
-    try:
-        s = os.stat(os.path.join(store.root, name))
-    except OSError:
-        return ""
-    return f"{s.st_ctime_ns} {s.st_ino}"
 
 
 def _top(archive: ArchiveStore) -> Store:

@@ -162,7 +162,7 @@ def opened(
     url = os.fsdecode(path)
     mode_of(io)  # refuse a wrong mode also for a URL, where it has no effect
     blocks = configured(cache) if is_url(url) or isinstance(cache, str) else None
-    store, name = locate(url, storage_options, io, lambda: blocks)
+    store, name = locate(url, storage_options, io, lambda: blocks, bool(cache))
 
     def read(source: Source) -> Index:
         return cached_index(source, format) if cache else index_of(source, format)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -84,6 +85,41 @@ def verify_later(store: _Verifying, path: str) -> None:
         store.verify(path)
     else:
         batch.add(store, path)
+
+
+# -- Work that is cancelled.
+
+
+class StoppedError(Exception):
+    """The work that a task belongs to was cancelled. Nobody waits for its result."""
+
+
+def go_on() -> None:
+    """Raise StoppedError if the work of this thread was cancelled. Long tasks call it now and then, because who cancels
+    waits for them."""
+    stop: threading.Event | None = getattr(_own, "stop", None)
+    if stop is not None and stop.is_set():
+        raise StoppedError
+
+
+def pause(seconds: float) -> None:
+    """Sleep. Raises StoppedError as soon as the work of this thread is cancelled."""
+    stop: threading.Event | None = getattr(_own, "stop", None)
+    if stop is None:
+        time.sleep(seconds)
+    elif stop.wait(seconds):
+        raise StoppedError
+
+
+@contextmanager
+def _until(stop: threading.Event) -> Iterator[None]:
+    """Let the tasks of this thread within the context stop when ``stop`` is set."""
+    before = getattr(_own, "stop", None)
+    _own.stop = stop
+    try:
+        yield
+    finally:
+        _own.stop = before
 
 
 # -- Thread pools.
@@ -249,6 +285,7 @@ class Work:
     def __init__(self, tasks: Iterable[Task], reads: Batch) -> None:
         self._reads = reads
         self._lock = threading.Lock()
+        self._stop = threading.Event()
         self._queue: deque[list[Task]] = deque()  # batches that no thread has taken
         self._running = 0  # threads that take batches
         self._futures: list[Future[None]] = []
@@ -303,7 +340,7 @@ class Work:
     def _take_requests(self) -> None:
         """Make requests until none is left."""
         _looking.here = True
-        with self._reads.joined():
+        with self._reads.joined(), _until(self._stop):
             try:
                 while True:
                     with self._lock:
@@ -328,7 +365,7 @@ class Work:
 
     def _take(self) -> None:
         """Run batches until none is left."""
-        with self._reads.joined():
+        with self._reads.joined(), _until(self._stop):
             try:
                 while True:
                     with self._lock:
@@ -355,7 +392,8 @@ class Work:
             self.cancel()
 
     def cancel(self) -> None:
-        """Cancel the tasks that have not started, and wait for the others."""
+        """Cancel the tasks that have not started, and wait for the others, which may stop early."""
+        self._stop.set()
         with self._lock:
             self._queue.clear()
             self._asking.clear()
@@ -377,10 +415,11 @@ def each(do: Callable[[T], object], items: Sequence[T], width: int = _LOOKERS) -
         return
 
     with checked() as batch:
+        stop = threading.Event()
 
         def some(n: int) -> None:
             _looking.here = True
-            with batch.joined():
+            with batch.joined(), _until(stop):
                 for item in items[n::width]:
                     do(item)
 
@@ -391,6 +430,7 @@ def each(do: Callable[[T], object], items: Sequence[T], width: int = _LOOKERS) -
             for future in done:
                 future.result()
         finally:
+            stop.set()
             for future in futures:
                 future.cancel()
             stopped(futures)

@@ -20,7 +20,7 @@ from uuid import uuid4
 from ..errors import DestinationError
 from ..formats.archives import check_outside
 from ..io.storage.credentials import without_secrets
-from ..io.storage.urls import LOCAL, is_url
+from ..io.storage.urls import is_url, without_protocol
 from ..io.system import Directory, user_id
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -146,7 +146,7 @@ def _refused(path: Path, why: str) -> DestinationError:
 def local_path(dest: str | os.PathLike[str]) -> Path:
     """Convert a user's path, or ``file://`` URL, to a Path without ``..``, which does not mean the parent after a link.
     Raises DestinationError for another URL, for text that cannot be a path, and for a path that cannot be looked up."""
-    text = os.fspath(dest).removeprefix(LOCAL)
+    text = without_protocol(os.fspath(dest))
     if not text:
         raise DestinationError("the destination is an empty text: name a file or a folder ('.' is the current one)")
     if is_url(text):

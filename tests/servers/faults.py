@@ -124,6 +124,8 @@ class Faults:
                 headers["Content-Encoding"] = "gzip"
             case "trickle":  # seconds, size
                 response.pause, response.pause_size = options["seconds"], options.get("size", 1 << 10)
+            case "no_token":  # a listing says that it goes on, but not how
+                response.body = [re.sub(rb"<NextContinuationToken>.*?</NextContinuationToken>", b"", response.bytes())]
             case "hide":  # objects: names (regular expression) that a listing leaves out
                 hidden = re.compile(rf"<Contents>(?:(?!</Contents>).)*<Key>{options['objects']}</Key>.*?</Contents>")
                 response.body = [hidden.sub("", response.bytes().decode()).encode()]
@@ -150,6 +152,7 @@ KINDS = [
     "gzip",
     "trickle",
     "hide",
+    "no_token",
 ]
 
 

@@ -161,6 +161,8 @@ class Connection:
         """Return the next request. Raises EOFError at the end of the connection."""
         first, headers = await self.head()
         method, target, _ = first.split(" ", 2)
+        if target.startswith("http://"):  # with the server's name (RFC 9112, 3.2.2), as clients of AWS's C libraries do
+            target = "/" + target.split("/", 3)[3]
         if "100-continue" in headers.get("expect", "").lower():
             await self.loop.sock_sendall(self.sock, b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await self.body(headers)

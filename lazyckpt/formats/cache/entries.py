@@ -22,11 +22,17 @@ from ...io.storage.base import Store
 from ...io.storage.local import LocalStore
 from ..dcp.objects import Meta, Objects, Stored
 from ..torch_save import Indexed, RankStored
+from .folder import Refused
 from .tables import Rows, TableEncoder, specs_of
 from .values import Decoder, Encoder, NotKept, inside
 
 Json = dict[str, Any]
 _SECTIONS = ("ends", "columns", "documents")
+# what reading a damaged entry, or a checkpoint that is not as it was, may raise
+FAILURES = (
+    Refused, NotKept, OSError, LazyckptError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+    RecursionError,
+)  # fmt: skip
 
 
 def payload(about: Json, index: Index | None = None, store: Store | None = None) -> bytes:
@@ -40,6 +46,11 @@ def payload(about: Json, index: Index | None = None, store: Store | None = None)
         ends = np.cumsum([len(document) for document in encoder.documents], dtype=np.int64)
         data = ends.tobytes(), encoder.columns, b"".join(encoder.documents)
         sections = list(zip(_SECTIONS, ("I64", "U8", "U8"), data, strict=True))
+    return packed(about, sections)
+
+
+def packed(about: Json, sections: Sequence[tuple[str, str, bytes]]) -> bytes:
+    """Return a description and sections (name, dtype, elements) as a safetensors file."""
     header: Json = {"__metadata__": {"about": json.dumps(about)}}
     at = 0
     for name, dtype, part in sections:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import posixpath
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,15 +14,10 @@ from ...io.memory import many_objects
 from ...io.storage.base import Entry
 from ...io.storage.local import LocalStore
 from ..reader import Source
-from . import entries, folder, state
+from . import entries, folder, members, state
 from .values import NotKept
 
 _log = logging.getLogger("lazyckpt.cache")
-# what reading a damaged entry, or a checkpoint that is not as it was, may raise
-_FAILURES = (
-    folder.Refused, NotKept, OSError, LazyckptError, ValueError, LookupError, TypeError, AttributeError,
-    ArithmeticError, RecursionError,
-)  # fmt: skip
 
 
 class Cached:
@@ -63,7 +57,7 @@ class Cached:
             return entries.index_of(about, sections, self._source.store), listings
         except FileNotFoundError:
             return None
-        except _FAILURES as e:
+        except entries.FAILURES as e:
             _log.debug("the cached index of %s is not used: %s", self._source.where, e)
             return None
 
@@ -85,7 +79,7 @@ class Cached:
                 place.write(self._name(place), data)
         except NotKept as e:
             _log.debug("the index of %s is not kept: %s", self._source.where, e)
-        except _FAILURES as e:
+        except entries.FAILURES as e:
             _log.debug("the index of %s cannot be kept: %s", self._source.where, e)
 
     def _name(self, place: folder.Folder) -> str:
@@ -115,7 +109,7 @@ class Cached:
         probes = [path for path in state.probes_of(store, index) if _size(listings, path) is not None]
         sizes = {path: _size(listings, path) or 0 for path in probes}
         return {
-            "where": shown(source.where),
+            "where": state.shown(source.where),
             "tag": source.tag,
             "local": isinstance(store, LocalStore),
             "format": index.format,
@@ -159,11 +153,6 @@ def _is_own(reader: Any, format: str | None) -> bool:
 # -- For users: what is there.
 
 
-def shown(where: str) -> str:
-    """Return a path or URL without a user name and password in it."""
-    return re.sub(r"(?<=://)[^/@]*@", "", where)
-
-
 def kept() -> list[dict[str, Any]]:
     """Return the description of each entry, the last used first, with its ``name``, ``nbytes``, ``used`` and ``state``:
     "valid", "changed", "not kept: why", or why it cannot be used. Raises Refused; OSError if there is no cache."""
@@ -181,7 +170,7 @@ def kept() -> list[dict[str, Any]]:
                 row["state"] = f"not kept: {about['why']}" if "why" in about else _state(about)
             except FileNotFoundError:
                 continue
-            except _FAILURES as e:
+            except entries.FAILURES as e:
                 row["state"] = f"unusable: {e}"
             found.append(row)
     return found
@@ -202,6 +191,8 @@ def _state(about: Mapping[str, Any]) -> str:
     if not about["local"]:
         return "remote"
     try:
+        if members.ARCHIVE in about:
+            return "valid" if members.is_unchanged(about["where"], about[members.ARCHIVE]) else "changed"
         return "changed" if unchanged(Source(LocalStore(about["where"])), about) is None else "valid"
     except (LazyckptError, OSError):
         return "changed"
@@ -212,7 +203,7 @@ def clear(where: str | None = None) -> int:
     with folder.opened() as place:
         names = [stored.name for stored in place.entries()]
         if where is not None:
-            names = [row["name"] for row in kept() if row.get("where") == shown(where)]
+            names = [row["name"] for row in kept() if row.get("where") == state.shown(where)]
         for name in names:
             place.remove(name)
     return len(names)

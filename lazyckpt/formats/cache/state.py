@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import posixpath
+import re
 import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -76,13 +77,22 @@ def key_of(source: Source, format: str | None) -> str | None:
     """Return a text that identifies a checkpoint and the options of opening it; None if there is none.
 
     The path is as the user spells it, because problems name it."""
-    store = source.store
-    options = dict(store.options)
     rules = rules_text(source.rules)
+    return None if rules is None else text_of(source.store, source.path, source.tag, format, rules)
+
+
+def text_of(store: Store, *what: object) -> str | None:
+    """Return a text that identifies something in a store and the options of the store; None if there is none."""
+    options = dict(store.options)
     own = program()
-    if rules is None or own is None or not _is_plain(options):
+    if own is None or not _is_plain(options):
         return None
-    return repr((own, store.root, source.path, source.tag, format, rules, sorted(options.items())))
+    return repr((own, store.root, *what, sorted(options.items())))
+
+
+def shown(where: str) -> str:
+    """Return a path or URL without a user name and password in it."""
+    return re.sub(r"(?<=://)[^/@]*@", "", where)
 
 
 def rules_text(rules: Mapping[str, Any]) -> str | None:
@@ -146,6 +156,18 @@ def mark(listing: Mapping[str, Entry]) -> str | None:
     found.update(json.dumps(list(texts)).encode())
     found.update(numbers.tobytes())
     return found.hexdigest()
+
+
+def mark_of_file(store: Store, name: str) -> str:
+    """Return the time of the last change and the inode of a local file: a modification time can be set back. Empty for
+    a file behind a network, and one that is not there."""
+    if not isinstance(store, LocalStore):
+        return ""
+    try:
+        s = os.stat(os.path.join(store.root, name))
+    except OSError:
+        return ""
+    return f"{s.st_ctime_ns} {s.st_ino}"
 
 
 def newest(listing: Mapping[str, Entry]) -> int:

@@ -41,7 +41,10 @@ _RECORDS = {
     "lazyckpt.formats.dcp.chunks": ("ChunkFragments", "StoredItems"),
     "lazyckpt.formats.dcp.metadata": ("Item",),
     "lazyckpt.formats.ranks.fragments": ("MeshFragments", "Team"),
+    "lazyckpt.formats.zarr.grid": ("Array", "Level", "Packing"),
     "lazyckpt.formats.megatron.stacks": ("Regridded",),
+    "lazyckpt.formats.orbax.chunks": ("ValueFragments",),
+    "lazyckpt.formats.orbax.ocdbt": ("Database", "Values"),
     "lazyckpt.layouts.placements": ("Cut", "Layout", "Same", "Summand"),
     "lazyckpt.io.containers.pickle.plain": ("TensorRef",),
     "lazyckpt.io.containers.pickle.values": ("Device",),
@@ -49,7 +52,7 @@ _RECORDS = {
 _FIELDS = {"Alike": ("ranks", "pieces"), "StoredItems": ("_names", "_paths", "_offsets", "_lengths")}
 _NUMBERED = [(module, name) for module, names in _RECORDS.items() for name in names]
 _NUMBERS = {record: n for n, record in enumerate(_NUMBERED)}
-_SHARED = {"Alike", "Team", "Layout"}  # many tensors have the same
+_SHARED = {"Alike", "Database", "Layout", "Team"}  # many tensors have the same
 _FEW = 8  # elements of a tuple that is copied rather than shared
 _DEEP = 100  # levels of nested objects
 _INT = 1 << 8192  # Python refuses to parse the digits of much larger numbers
@@ -87,6 +90,8 @@ class _Paths:
         "path": lambda path: (path,),
         "paths": lambda paths: paths,
         "_names": lambda paths: paths,
+        "files": lambda paths: paths or (),
+        "nodes": lambda paths: paths.values(),
         "ranks": lambda ranks: (path for path, *_ in ranks),
     }
 

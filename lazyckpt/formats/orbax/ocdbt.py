@@ -57,6 +57,15 @@ class Database:
     paths: frozenset[str]
     """The files of the manifest and the nodes."""
 
+    def __post_init__(self) -> None:
+        count, numbers = len(self.keys), self.numbers
+        if not len(self.lengths) == len(numbers) == len(self.offsets) == count:
+            raise ValueError("the columns of a database are of different lengths")
+        if count and not (numbers.min() >= -1 and numbers.max() < len(self.files)):
+            raise ValueError("a value of a database is in a file that there is not")
+        if not self.inline.keys() >= set(np.flatnonzero(numbers < 0).tolist()):
+            raise ValueError("a database lacks values")
+
     def value(self, at: int) -> Place | bytes:
         """Return the value of a key, by its number, or where it is."""
         number = int(self.numbers[at])
@@ -98,6 +107,10 @@ class Values:
     folder: str
     first: int
     last: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.last <= len(self.database.keys):
+            raise ValueError("a database does not have these keys")
 
     @classmethod
     def of(cls, database: Database, folder: str) -> Values:

@@ -22,7 +22,7 @@ from .zip import DEFLATED, ENCRYPTED, STORED, Records, Zip, data_offsets, refuse
 _TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp", ".gguf", ".npz")  # are never unpacked
 _SMALL = 64 << 10  # bytes of a compressed member of another name
 _TEXTS = (".json", ".jsonl", ".txt", ".md", ".yaml", ".yml", ".toml", ".jinja", ".py", ".sh", ".csv", ".log")
-_TEXT = 16 << 20  # bytes of a compressed member with such a name
+LARGEST_TEXT = 16 << 20  # bytes of a compressed member with such a name
 _LINK = 4096  # bytes of a link's target
 _UNIX = 3  # the system whose attributes an entry has
 
@@ -59,7 +59,7 @@ def read_zip_folder(file: StoreFile, found: Zip) -> Tree:
 def _check_small(file: StoreFile, entry: ZipEntry) -> None:
     """Raise FormatError unless a compressed member may be unpacked in memory."""
     name = entry.name.lower()
-    limit = _TEXT if name.endswith(_TEXTS) else -1 if name.endswith(_TENSORS) else _SMALL
+    limit = LARGEST_TEXT if name.endswith(_TEXTS) else -1 if name.endswith(_TENSORS) else _SMALL
     if entry.method != DEFLATED or entry.flags & ENCRYPTED or max(entry.nbytes, entry.stored) > limit:
         kind = "encrypted" if entry.flags & ENCRYPTED else "compressed"
         raise FormatError(

@@ -45,6 +45,7 @@ _WRITING = 16  # locks of segments
 _USED = 600  # seconds after which a further use of a segment is noted; noting changes the file's times
 _STEPS = 32  # parts of the limit; after as many bytes written, a process looks how large the cache is
 _LONGEST = 3 << 10  # bytes of a URL
+_RUN = 1 << 20  # bytes; a multiple of `BLOCK`
 # endpoints: of two servers, objects of one name are two objects
 _PLACE = re.compile(r"(?i)endpoint|url|host|port|account_name")
 _ENDPOINTS = (
@@ -306,6 +307,34 @@ class BlockCache:
         self._lock = threading.Lock()
         # of segments: threads of a process do not undo each other's entries
         self._writing = [threading.Lock() for _ in range(_WRITING)]
+
+
+class Keeping:
+    """Stores the bytes of one request, which arrive in chunks, in runs of `_RUN` bytes. Each call of `BlockCache.store`
+    opens the file and reads its table, and a block that is stored in two parts is compared in between."""
+
+    def __init__(self, cache: BlockCache, key: ObjectKey, start: int) -> None:
+        self._cache, self._key, self._start = cache, key, start
+        self._held: list[memoryview] = []
+        self._stop = start  # of what is held
+
+    def add(self, data: memoryview) -> None:
+        """Add the bytes that follow those before."""
+        while len(data):
+            end = (self._start // _RUN + 1) * _RUN
+            part = data[: end - self._stop]
+            self._held.append(part)
+            self._stop += len(part)
+            if self._stop == end:
+                self.finish()
+            data = data[len(part) :]
+
+    def finish(self) -> None:
+        """Store what is left."""
+        if self._held:
+            held = self._held[0] if len(self._held) == 1 else b"".join(self._held)
+            self._cache.store(self._key, self._start, held)
+            self._start, self._held = self._stop, []
 
 
 def _files(directory: Directory) -> list[tuple[str, int, float]]:

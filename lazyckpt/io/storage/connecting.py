@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote, urlsplit
 from ...core.requests import Policy
 from ...errors import FormatError, LazyckptError
 from .credentials import OWN, without_secrets
-from .requesting import Transient, UnreachableError
+from .repeating import Transient, UnreachableError, connect_timeout
 from .spellings import configured_endpoint, google_key, of_connection_string, with_protocol, without_account
 from .traffic import PASSING
 
@@ -192,7 +192,7 @@ def configuration(where: Address, options: Mapping[str, Any], policy: Policy) ->
     client: dict[str, Any] = {
         "timeout": timedelta(seconds=max(600.0, policy.timeout)),
         "read_timeout": timedelta(seconds=policy.timeout),
-        "connect_timeout": timedelta(seconds=min(10.0, policy.timeout)),
+        "connect_timeout": timedelta(seconds=connect_timeout(policy)),
         "pool_max_idle_per_host": str(policy.concurrency),
     }
     config: dict[str, Any] = {}

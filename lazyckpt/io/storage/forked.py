@@ -34,7 +34,7 @@ from ...core.index import FileInfo
 from ...errors import DataError
 from ..system import after_fork, widen_pipe
 from .base import Store
-from .requesting import Transient
+from .repeating import Transient
 
 _LENGTHS = struct.Struct("<QQ")  # of the pickle, and of the bytes of a file behind it
 _PIPE = 1 << 20  # bytes; Linux gives a pipe 64 KiB, and a user no more than this

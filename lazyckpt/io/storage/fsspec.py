@@ -17,13 +17,14 @@ from typing import Any
 
 from ...core.index import FileInfo
 from ...core.requests import Policy
-from ...errors import FormatError, LazyckptError, MissingFileError
+from ...errors import LazyckptError, MissingFileError
 from .access import guarded
 from .base import Buffer, Entry, Guard, Store
-from .credentials import OWN, Sealed, hint, is_without_secrets, seal, unseal, without_password, without_secrets
+from .credentials import Sealed, is_without_secrets, seal, unseal, without_password, without_secrets
+from .file_systems import file_system
 from .listed import portable
-from .requesting import Requesting, Transient
-from .spellings import unknown_protocol
+from .repeating import Transient
+from .requesting import Requesting
 from .traffic import PASSING, Traffic, retry_after
 
 _KEY = os.urandom(32)  # of this process, so that hashes of options reveal nothing about them elsewhere
@@ -75,21 +76,8 @@ class FsspecStore(Requesting):
         self._connect()
 
     def _connect(self) -> None:
-        import fsspec
-
         self._process = os.getpid()
-        options = {name: value for name, value in self._options.items() if name not in OWN}
-        try:
-            self._files, base = fsspec.core.url_to_fs(self._url, **options)
-        except (ImportError, ValueError) as e:  # the protocol's package is not installed, or the protocol is unknown
-            if isinstance(e, ValueError) and "Protocol not known" in str(e):
-                raise FormatError(unknown_protocol(self.root)) from None
-            raise FormatError(f"{self.root}: {without_secrets(str(e), options)}{hint(self._options)}") from None
-        except Exception as e:  # connecting failed; each package has its own exceptions
-            text = without_secrets(" ".join(str(e).split()), options) or type(e).__name__
-            error = MissingFileError(f"{self.root}: {text}{hint(self._options)}")
-            error.errno = errno.EACCES if isinstance(e, PermissionError) else errno.EIO
-            raise error from None
+        self._files, base = file_system(self._url, self.root, self._options)
         self._base = base.rstrip("/")
 
     @property

@@ -30,7 +30,8 @@ from .listed import portable
 from .local import LocalStore
 from .mapping import Mapped
 from .pieces import Pieces
-from .requesting import Requesting, Transient
+from .repeating import Transient
+from .requesting import Requesting
 from .segments import ObjectKey
 from .traffic import Traffic
 

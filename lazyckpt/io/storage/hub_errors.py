@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from ...errors import ChangedFileError, CorruptError, MissingFileError
 from .hub_url import Place, parse
-from .requesting import Transient, UnreachableError
+from .repeating import Transient, UnreachableError
 from .traffic import PASSING, retry_after
 
 _LIMIT = re.compile(r"r=0\s*;\s*t=(\d{1,6})")

@@ -451,6 +451,6 @@ def split(path: str | os.PathLike[str], io: str = "auto") -> tuple[LocalStore, s
     except (OSError, ValueError) as e:
         what = "no such file or folder" if isinstance(e, FileNotFoundError) else getattr(e, "strerror", None) or e
         meant = mistyped(os.fspath(path)) if isinstance(e, FileNotFoundError) else None
-        hint = f". A URL has a colon and two slashes: {meant[:300]}" if meant else ""
+        hint = f". As a URL, it is {meant[:300]}" if meant else ""
         raise MissingFileError(f"{str(full)[:300]}: {what}{hint}") from None
     return (LocalStore(full, io=io), "") if S_ISDIR(mode) else (LocalStore(full.parent, io=io), full.name)

@@ -29,13 +29,16 @@ from .credentials import Sealed, seal, unseal
 from .forked import Recipe, by_helper, obstore_works
 from .index_page import HIDDEN, candidates, links
 from .listed import portable
-from .requesting import Requesting, Transient
+from .repeating import Transient
+from .requesting import Requesting
 from .traffic import Traffic
 
 _KEY = os.urandom(32)  # of this process, so that hashes of options reveal nothing about them elsewhere
 _CHUNK = 256 << 10  # bytes that obstore collects before it hands them over: it copies them twice, in the L2 cache
 _PLAIN = ("", "identity", "aws-chunked")  # encodings of answers that leave the bytes as they are
 _NAMES = 1000  # that an answer to a listing has
+_PER_PAGE = 100  # a listing of a multiple of so many names may be one whose next page was not announced
+_LAST = "\U0010ffff"  # sorts behind all characters of names
 _PAGE = 4 << 20  # the longest page of links in bytes
 
 
@@ -268,7 +271,27 @@ class ObjectStore(Requesting):
             name = meta["path"].rpartition("/")[2]
             if name and meta["path"].strip("/") != prefix:
                 entries[name] = Entry(_info(meta), False)
+        folders = [f"{name.rstrip('/')}/{_LAST}" for name in found["common_prefixes"]]
+        self._check_complete(folder, [*folders, *(meta["path"] for meta in found["objects"])])
         return entries
+
+    def _check_complete(self, folder: str, keys: Sequence[str]) -> None:
+        """Raise OSError if there are names behind those of a listing of S3. A server of an older protocol says that
+        there are more, but not where they begin, and obstore takes such a listing for all of it."""
+        import obstore
+
+        if self._address.kind != "s3" or not keys or len(keys) % _PER_PAGE:
+            return
+        where, last = f"{self.root}/{folder}".rstrip("/"), max(keys)
+        with self._asking(where):
+            more = next(iter(obstore.list(self._store, self.full(folder) or None, offset=last, chunk_size=1)), ())
+        self.io.add(requests=1)
+        behind = [meta["path"] for meta in more if meta["path"] > last]
+        if behind or (more and not len(keys) % _NAMES):  # it may have begun anew, as if it had not been told where
+            raise OSError(
+                f"{where}: the server's listing ends after {len(keys):,} names, and there are more: it does not speak "
+                "version 2 of S3's listings. Open files by their own URLs"
+            )
 
     def tree(self, folder: str, limit: int) -> Mapping[str, FileInfo] | None:
         """See `Store.tree`. One request lists a thousand files."""
@@ -301,6 +324,7 @@ class ObjectStore(Requesting):
                     found[f"{folder}/{path}" if folder else path] = _info(meta)
                 if len(found) > limit:
                     return None, pages
+        self._check_complete(folder, [self.full(path) for path in found])
         return found, max(1, pages)
 
     def listed(self, entries: Mapping[str, Entry]) -> ObjectStore:

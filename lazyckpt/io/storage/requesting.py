@@ -13,8 +13,6 @@ replaced meanwhile raise ChangedFileError, also between two requests of one read
 from __future__ import annotations
 
 import errno
-import random
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -25,37 +23,20 @@ import numpy as np
 from ...core.index import FileInfo
 from ...core.requests import Ints, Policy, Request, join
 from ...errors import MissingFileError
-from ..pool import Fetch, Task
+from ..pool import Fetch, Task, go_on
 from .base import Buffer, Entry, Fetched, closed_error, raise_unreadable
-from .cache import BlockCache, configured, object_key, place_of
+from .cache import BlockCache, Keeping, configured, object_key, place_of
 from .credentials import hint
 from .held import take
 from .pieces import FEW, Fill, Pieces, Ranges, in_order
 from .remote import Remote
+from .repeating import Transient, repeated
 from .segments import ObjectKey
 from .traffic import Traffic
 
-_FIRST, _LONGEST = 0.1, 8.0  # seconds between two attempts
-_UNREACHED = 10.0  # seconds after which a server that has never answered is taken for one that does not exist
 _SMALL = 1 << 20  # bytes up to which the calling thread copies them from the cache
 T = TypeVar("T")
 Take = Callable[[int, memoryview], None]  # called with an offset in the file and the bytes from there on
-
-
-class Transient(OSError):
-    """A request failed for a reason that may pass: a dropped connection, a busy server, an answer that is too short.
-
-    Attributes
-    ----------
-    after
-        The number of seconds after which the server asks to be asked again (Retry-After); 0 if it does not say.
-    """
-
-    after = 0.0
-
-
-class UnreachableError(Transient):
-    """There is no server: its name is unknown, or it refuses connections."""
 
 
 class Requesting(Remote):
@@ -269,18 +250,22 @@ class Requesting(Remote):
             state = info
             key = None if info is None else self._key_of(path, info)
             expected = stop if info is None else min(stop, info.size)
-            cache = None if key is None else self.cache
+            cache = self.cache
+            kept = None if key is None or cache is None else Keeping(cache, key, at)
             before = at
             try:
                 for chunk in chunks:
+                    go_on()
                     data = memoryview(chunk).cast("B")
                     if at + len(data) > stop:
                         raise Transient(f"{self.root}/{path}: the server sends more bytes than it was asked for")
                     take(at, data)
-                    if key is not None and cache is not None:
-                        cache.store(key, at, data)
+                    if kept is not None:
+                        kept.add(data)
                     at += len(data)
             finally:
+                if kept is not None:
+                    kept.finish()
                 self.io.add(nbytes=at - before)
             if info is not None and at < expected:
                 raise Transient(f"{self.root}/{path}: the answer ends after {at - start:,} of {stop - start:,} bytes")
@@ -289,36 +274,12 @@ class Requesting(Remote):
         return at - start, state
 
     def _repeated(self, ask: Callable[[], T]) -> T:
-        """Make a request; repeat it if it fails for a passing reason, until the deadline."""
-        begin = time.monotonic()
-        pause = _FIRST
-        while True:
-            before = time.monotonic()
-            try:
-                found = ask()
-                self.io.answered = True
-                return found
-            except Transient as e:
-                wait = max(e.after, pause * random.uniform(0.5, 1.5))
-                spent = time.monotonic() - begin
-                deadline = self.policy.deadline
-                if not isinstance(e, UnreachableError):
-                    self.io.answered = True
-                elif not self.io.answered and not self.pins:
-                    deadline = min(deadline, _UNREACHED)
-                if spent + wait > deadline:
-                    advice = "storage_options={'requests': {'deadline': seconds}} sets for how long"
-                    if deadline < self.policy.deadline:
-                        advice = "is its address right, and is there a network?"
-                    raise OSError(f"{str(e).rstrip('.')} (tried for {spent:.0f} s; {advice})") from e
-                self.io.add(retries=1)
-                time.sleep(wait)
-                pause = min(2 * pause, _LONGEST)
-            except (PermissionError, MissingFileError) as e:
-                if e.errno not in (errno.ENOENT, errno.ENOTDIR) and (more := hint(self.options)):
-                    error = type(e)(f"{str(e).rstrip('.')}{more}")
-                    error.errno = e.errno
-                    raise error from None
-                raise
-            finally:
-                self.io.add(requests=1, seconds=time.monotonic() - before)
+        """See `repeating.repeated`; errors of access say what the options may lack."""
+        try:
+            return repeated(ask, self.policy, self.io, bool(self.pins))
+        except (PermissionError, MissingFileError) as e:
+            if e.errno not in (errno.ENOENT, errno.ENOTDIR) and (more := hint(self.options)):
+                error = type(e)(f"{str(e).rstrip('.')}{more}")
+                error.errno = e.errno
+                raise error from None
+            raise

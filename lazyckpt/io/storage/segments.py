@@ -24,6 +24,7 @@ and die at any time without locks, which network file systems may not have:
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -49,6 +50,7 @@ _NONE = array("Q", bytes(8 * (SEGMENT // BLOCK)))  # a table without entries
 _MAPS = _HEAD + len(_NONE) * 8  # where the maps begin in a file
 _DATA = _MAPS + SEGMENT // 8  # where the bytes begin
 _CRC = 0xFFFFFFFF
+_NAMES = 256  # segments whose names and descriptions are kept: making them takes a third of a small write
 _WHOLE = (BLOCK - 1) << 16  # the upper half of the entry of a whole block
 _RUN = (1 << 20) // BLOCK  # blocks that are read before they are compared, while they are in the processor's cache
 
@@ -349,6 +351,7 @@ def is_right(status: os.stat_result, name: str) -> bool:
     return True
 
 
+@functools.lru_cache(_NAMES)
 def _head(key: ObjectKey, number: int) -> bytes:
     """Return the description of a segment: the first bytes of its file."""
     about = {"url": key.url.partition("?")[0], "version": key.version, "size": key.size, "segment": number}
@@ -371,6 +374,7 @@ def described(directory: Directory, name: str) -> dict[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
+@functools.lru_cache(_NAMES)
 def name_of(key: ObjectKey, number: int) -> str:
     text = json.dumps([*key, number]).encode()
     return hashlib.sha256(text).hexdigest()[:40] + ENDING

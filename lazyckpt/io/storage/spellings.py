@@ -31,8 +31,12 @@ def mistyped(path: str) -> str | None:
 
     >>> mistyped("s3:/bucket/run"), mistyped("hf:org/model"), mistyped("https//server/run"), mistyped("runs/s3")
     ('s3://bucket/run', 'hf://org/model', 'https://server/run', None)
+    >>> mistyped("file:/run")
+    'file:///run'
     """
     path = path.replace("\\", "/")
+    if path.startswith("file:/"):
+        return f"file:///{path.removeprefix('file:').lstrip('/')}"
     found = _MISTYPED.fullmatch(path)
     return f"{found[1].lower()}://{found[2]}" if found else of_page(path)
 

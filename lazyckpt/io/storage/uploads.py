@@ -23,10 +23,11 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from ...core.requests import Policy
-from ...errors import DestinationError
+from ...errors import DestinationError, FormatError, MissingFileError
 from ..system import after_fork
 from .connecting import address, asking, connect, is_object_url, with_defaults
-from .credentials import OWN, Sealed, seal, unseal, without_secrets
+from .credentials import Sealed, seal, unseal, without_secrets
+from .file_systems import file_system
 from .forked import obstore_works
 
 HELD = 64 << 20  # bytes of an object that are collected before they are sent: up to so many take one request
@@ -333,14 +334,11 @@ class FsspecUploads(Uploads):
     buffers = False
 
     def _fs(self) -> tuple[Any, str]:
-        import fsspec  # caches its file systems
-
         try:
-            options = {name: value for name, value in self.options.items() if name not in OWN}
-            fs, base = fsspec.core.url_to_fs(self.url, **options)
-        except (ImportError, ValueError) as e:  # the protocol's package is not installed, or the protocol is unknown
-            raise DestinationError(f"{self}: {without_secrets(str(e), self.options)}") from None
-        return fs, str(base).rstrip("/")
+            fs, base = file_system(self.url, str(self), self.options)
+        except (FormatError, MissingFileError) as e:
+            raise DestinationError(str(e)) from None
+        return fs, base.rstrip("/")
 
     def list(self, below: str = "") -> dict[str, int]:
         fs, base = self._fs()

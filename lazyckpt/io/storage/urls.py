@@ -15,7 +15,8 @@ from .local import split
 from .object import ObjectStore
 from .spellings import of_page
 
-LOCAL = "file://"  # begins the URL of a local file
+_LOCAL = "file://"  # begins the URL of a local file
+_HERE = "localhost"  # the server that such a URL may name
 # the endings of names that are files rather than folders
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".json", ".zip", ".gguf", ".npz", ".distcp", ".tar", ".metadata")
 
@@ -27,7 +28,19 @@ def is_url(path: str) -> bool:
 
 def is_remote(path: str) -> bool:
     """Return whether a user's path is a URL of other than local files."""
-    return is_url(path) and not path.startswith(LOCAL)
+    return is_url(path) and not path.startswith(_LOCAL)
+
+
+def without_protocol(path: str) -> str:
+    """Return the path that a ``file://`` URL names; other paths and URLs as they are.
+
+    >>> without_protocol("file:///run"), without_protocol("file://localhost/run"), without_protocol("runs/file")
+    ('/run', '/run', 'runs/file')
+    """
+    if not path.startswith(_LOCAL):
+        return path
+    found = path.removeprefix(_LOCAL)
+    return found.removeprefix(_HERE) if found.startswith(f"{_HERE}/") else found
 
 
 def store_of(url: str, options: Mapping[str, Any] | None = None) -> ObjectStore | FsspecStore:
@@ -43,8 +56,18 @@ def split_url(url: str, options: Mapping[str, Any] | None = None) -> tuple[Store
 
     Raises MissingFileError if there is neither a file nor a folder, and what `store_of` raises.
     """
-    if url.startswith(LOCAL):
-        return split(url.removeprefix(LOCAL))
+    if not is_remote(url):
+        path = without_protocol(url)
+        try:
+            return split(path)
+        except MissingFileError as e:
+            if path.startswith(("/", "~")):
+                raise
+            server = path.partition("/")[0]
+            raise MissingFileError(
+                f"{url}: files of the machine {server!r} cannot be read so. A file of this machine has three slashes "
+                "(file:///folder), or the server localhost"
+            ) from e
     if options is not None and not isinstance(options, Mapping):
         kind = type(options).__name__
         raise FormatError(f"{without_secrets(url, {})}: storage_options is of type {kind}: give a dictionary")
