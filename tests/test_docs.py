@@ -205,6 +205,20 @@ def test_readers_are_listed_in_their_order() -> None:
     assert listed == [reader.name for reader in builtin()]
 
 
+def test_the_matrix_has_every_reader_and_every_recording() -> None:
+    """A row for each reader, without an empty cell; a dash has a reason. The recordings that it names are there."""
+    rows = re.findall(r"^\| (`[\w-]+` \|.*) \|$", (DOCS / "formats" / "matrix.md").read_text("utf-8"), re.MULTILINE)
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    assert [row[0].strip("`") for row in cells] == [reader.name for reader in builtin()]
+    for row in cells:
+        assert len(row) == 6 and all(len(cell) > 3 for cell in row), row
+    groups = {path.name for path in (ROOT / "tests" / "golden").iterdir()}
+    named = {name for row in cells for name in re.findall(r"`(\w+)`", row[5])}
+    assert named <= groups
+    merges = {"mergekit"}  # not a format
+    assert {name for name in groups - merges if not name.startswith("quantized_")} <= named
+
+
 def test_every_format_is_described() -> None:
     """By what `view.format` calls it."""
     text = "\n".join(path.read_text("utf-8") for path in FORMATS)
@@ -222,7 +236,7 @@ def test_sources_of_lazyckpt_are_there(path: Path) -> None:
     """A page names the modules that read and write what it describes."""
     text = path.read_text("utf-8")
     named = re.findall(r"`(lazyckpt/[\w/]+(?:\.py|/))`", text)
-    assert named or path.name == "README.md"
+    assert named or path.name in ("README.md", "matrix.md")
     for name in named:
         assert (ROOT / name).exists(), f"{name_of(path)}: {name}"
 
