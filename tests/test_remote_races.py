@@ -146,6 +146,6 @@ def test_a_busy_server_of_fsspec_says_when_to_ask_again(
         return real(self, path, **options)
 
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "cat_file", cat_file)
-    monkeypatch.setattr(repeating.time, "sleep", waits.append)
+    monkeypatch.setattr(repeating, "pause", waits.append)
     assert torch.equal(view["w"][:1], VALUES[:1])
     assert waits == [7.0, 9.0] and view.io.retries == 2

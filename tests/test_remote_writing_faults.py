@@ -308,7 +308,7 @@ def test_a_reader_that_listed_the_folder_before_it_is_replaced(
 
 def test_a_busy_bucket_says_when_to_write_again(source: Path, s3: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr(repeating.time, "sleep", waits.append)
+    monkeypatch.setattr(repeating, "pause", waits.append)
     view = lazyckpt.open(source)
     s3.server.set_fault("status", method="PUT", times=1, status=503, headers={"Retry-After": "17"})
     view.to_safetensors(s3.at("m.safetensors"), storage_options=s3.options)
