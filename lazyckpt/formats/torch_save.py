@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from math import prod
