@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
@@ -210,12 +211,15 @@ READER = Reader("torch", "files of torch.save (.pt, .pth, .bin, .ckpt)", _recogn
 # -- The raw namespace of formats with many rank files: all tensors of all files, under the names of their files.
 
 
+_RANK_FILE = re.compile(r"\.pt(-[0-9]+\.[0-9]+)?$")  # FastPersist appends which of how many ranks wrote the file
+
+
 def stored_specs(store: Store, index: Index) -> dict[str, TensorSpec]:
     """Return the tensors of all torch.save files of a checkpoint: ``file/dotted.path`` -> spec. Reads the pickles that
     the index has not kept."""
     # a Megatron rank is a folder; other writers put all files of a tag into one, except for universal checkpoints
     least = 2 if index.format in ("megatron", "megatron-nemo") else 1
-    names = _distinct_ends([path for path in index.files if path.endswith((".pt", ".ckpt"))], least)
+    names = _distinct_ends([path for path in index.files if _RANK_FILE.search(path)], least)
     return _read_stored(store, names, index.indexed)
 
 
