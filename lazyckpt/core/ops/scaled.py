@@ -109,7 +109,8 @@ def _in_tiles(
     plain = whole[0] and not divide and len(spread) == 1
     if plain:
         spread = [spread[0][:, :, None]]
-    parts = zip(Decoder(rows).tiles(step), results.split(step), *(one.split(step) for one in spread), strict=True)
+    others = (torch.split(one, step) for one in (results, *spread))
+    parts = zip(Decoder(rows).tiles(step), *others, strict=True)
     for found, result, *own in parts:
         if by != 1:
             found *= by
