@@ -93,7 +93,7 @@ def _in_tiles(
     block: Sequence[int],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Write codes less zero points, if there are any, times scales, rounded, into contiguous memory, and return it: some
+    """Write codes less zero points, if any, times scales, rounded, into contiguous memory, and return it: some
     rows at a time, in memory that the thread keeps. ``operands``: zero points and scales for each row, or for all rows.
     ``by``: what `Decoder` divided the codes by."""
     width = codes.shape[-1] if codes.ndim else 1
