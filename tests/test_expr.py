@@ -321,6 +321,26 @@ def test_groups_of_dimensions_are_reshaped_apart(files: Files) -> None:
     assert len(want[0]) == 1 << 20 or want[0] == range((1 << 40) - (1 << 20) + 1)
 
 
+@pytest.mark.parametrize("op", ["linear", "mean"])
+def test_midpoints_of_bfloat16(files: Files, op: str) -> None:
+    """The mean of two tensors of bfloat16 is one kernel of torch: its bits are those of the kernels it replaces."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    ends = [0.0, 1.0, 1.5, 2.0**-126, 1.25 * 2.0**-128, 2.0**-133, 2.0**126, 2.0**127, 3.3e38, torch.inf, torch.nan]
+    some = torch.cat((torch.tensor([*ends, *(-x for x in ends)], dtype=torch.bfloat16), every[77::8191]))
+    first, second = every.repeat(len(some)), some.repeat_interleave(len(every))
+    if op == "linear":
+        wanted = (first.float() * 0.5 + second.float() * 0.5).bfloat16()
+    else:
+        wanted = ((first.float() + second.float()) / 2).bfloat16()
+    wanted[wanted.isnan()] = torch.nan
+    view = files.write({"a": first, "b": second})
+    params = {"weights": (0.5, 0.5), "dtype": None} if op == "linear" else {}
+    t = LazyArray(view._store, computed("t", make(op, *(operand(view.specs[name]) for name in "ab"), **params)))
+    same_bits(t[...], wanted)
+    for key in (slice(5, 12), slice(65_000, 300_001), slice(3, None, 1001)):  # parts are no whole vectors
+        same_bits(t[key], wanted[key], key)
+
+
 def test_several_stores(files: Files) -> None:
     one, two = files.write({"w": torch.ones(3)}), files.write({"w": torch.full((3,), 5.0)})
     store, numbers = joined([one._store, two._store, one._store])
@@ -359,9 +379,15 @@ def test_memory_does_not_grow_with_the_tensor(files: Files) -> None:
 
     out = torch.empty(n, dtype=torch.bfloat16)
     work = list(tasks(view._store, spec, Selection.all((n,)).reads(), out))
-    with Watching():
-        for _, do in work:
-            do()
+
+    def go() -> None:
+        with Watching():
+            for _, do in work:
+                do()
+
+    thread = threading.Thread(target=go)  # a new one: it has no memory yet that it uses again
+    thread.start()
+    thread.join()
     assert 0 < most[0] < 16 << 20  # an operand has 16 MiB
 
 

@@ -93,8 +93,8 @@ def _in_tiles(
     block: Sequence[int],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Write codes less zero points, if there are any, times scales, rounded, into contiguous memory, and return it:
-    some rows at a time, in memory that the thread keeps. ``operands``: zero points and scales for each row, or for all rows.
+    """Write codes less zero points, if any, times scales, rounded, into contiguous memory, and return it: some
+    rows at a time, in memory that the thread keeps. ``operands``: zero points and scales for each row, or for all rows.
     ``by``: what `Decoder` divided the codes by."""
     width = codes.shape[-1] if codes.ndim else 1
     lead = codes.shape[:-1]
@@ -109,7 +109,8 @@ def _in_tiles(
     plain = whole[0] and not divide and len(spread) == 1
     if plain:
         spread = [spread[0][:, :, None]]
-    parts = zip(Decoder(rows).tiles(step), results.split(step), *(one.split(step) for one in spread), strict=True)
+    others = (torch.split(one, step) for one in (results, *spread))
+    parts = zip(Decoder(rows).tiles(step), *others, strict=True)
     for found, result, *own in parts:
         if by != 1:
             found *= by

@@ -38,7 +38,7 @@ def float32_of(codes: torch.Tensor) -> torch.Tensor:
         return convert(codes, torch.float32)
     found = torch.empty(codes.shape, dtype=torch.float32)
     if codes.numel():
-        for part, out in zip(Decoder(codes.reshape(-1)).tiles(TILE), found.view(-1).split(TILE), strict=True):
+        for part, out in zip(Decoder(codes.reshape(-1)).tiles(TILE), torch.split(found.view(-1), TILE), strict=True):
             out.copy_(part)
     return found.mul_(256.0) if codes.dtype is torch.float8_e4m3fn else found
 
@@ -70,12 +70,12 @@ class Decoder:
         shape = (most, *codes.shape[1:])
         whole = scratch(torch.float32, prod(shape)).view(shape)
         if self._shift is None:
-            for part in codes.split(length):
+            for part in torch.split(codes, length):
                 yield convert(part, torch.float32, whole[: part.shape[0]])
             return
         bits = scratch(torch.int16, prod(shape)).view(shape)
         halves = bits.view(torch.float16)
-        for part in codes.view(torch.int8).split(length):  # a tile has few calls, and most have the same shape
+        for part in torch.split(codes.view(torch.int8), length):  # a tile has few calls, and most have the same shape
             n = part.shape[0]
             if n != most:
                 bits, halves, whole = bits[:n], halves[:n], whole[:n]

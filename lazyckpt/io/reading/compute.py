@@ -254,7 +254,7 @@ def _computed(
         prepare(stores, node)
     wide = op.wide(node)
     memory = memory if op.lets_go else None
-    blocks = (
+    blocks: Iterator[torch.Tensor] = (
         _block(stores, plain, one, part, (wide or one.dtype).torch, memory)
         for one, part in zip(node.inputs, op.pull(node, want), strict=True)
     )
