@@ -43,14 +43,15 @@ __all__ = ["cache", "loads", "zero"]
 
 
 def opened_below(root: Path) -> Iterator[tuple[Path, lazyckpt.CheckpointView]]:
-    """Open the first folder of each case that is a checkpoint: its own, or one in it.
+    """Open the first folder of each case that is a checkpoint: its own, or one in it; of a folder of files, a file.
 
     The lane "all" has all cases of a group, the others about a dozen.
     """
     cases = sorted(filter(Path.is_dir, root.iterdir()))
     step = 1 if os.environ.get(LANE) == "all" else -(-len(cases) // 12)
     for case in cases[:: step or 1]:
-        for path in (case, *sorted(filter(Path.is_dir, case.iterdir()))):
+        inside = sorted(filter(Path.is_dir, case.iterdir())) or sorted(case.iterdir())
+        for path in (case, *inside):
             forget()
             with suppress(LazyckptError):
                 yield path, lazyckpt.open(path)
@@ -84,7 +85,7 @@ def test_views_from_the_cache_are_the_same(
             assert digests[0] == digests[1]
     assert found
     assert all(any(reason in line for reason in UNKEPT) for line in reasons), reasons
-    assert len(reasons) <= found // 10 + 1
+    assert len(reasons) <= found // 10 + 2
 
 
 # -- when it is used

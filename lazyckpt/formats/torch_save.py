@@ -211,7 +211,7 @@ READER = Reader("torch", "files of torch.save (.pt, .pth, .bin, .ckpt)", _recogn
 # -- The raw namespace of formats with many rank files: all tensors of all files, under the names of their files.
 
 
-_RANK_FILE = re.compile(r"\.pt(-[0-9]+\.[0-9]+)?$")  # FastPersist appends which of how many ranks wrote the file
+_RANK_FILE = re.compile(r"\.(ckpt|pt(-[0-9]+\.[0-9]+)?)$")  # FastPersist appends which of how many ranks wrote the file
 
 
 def stored_specs(store: Store, index: Index) -> dict[str, TensorSpec]:
