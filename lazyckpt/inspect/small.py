@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from ..core.columns import ExtentSpecs
 from ..core.merkle import SIZE, Form, hash_of
 from ..core.names import Same
 from ..errors import LazyckptError
+from ..io.children import can_start
 from ..io.storage.access import narrow
 from ..io.storage.base import Store
 from ..io.storage.local import LocalStore
@@ -215,8 +215,7 @@ def _child(fd: int, rows: Rows) -> bytes:
 
 
 def _can_start() -> bool:
-    named = re.search("python|pypy", os.path.basename(sys.executable or "").lower()) is not None
-    return named and not hasattr(sys, "frozen") and POSIX and hasattr(os, "preadv") and _CHILD.is_file()
+    return POSIX and hasattr(os, "preadv") and can_start(_CHILD)
 
 
 def _cores() -> int:

@@ -17,6 +17,11 @@ CHARACTERS, CHARACTERS_PER_BYTE = 1 << 24, 16  # characters of names and texts t
 INFLATED, INFLATED_PER_BYTE = 64 << 20, 32  # decompressed bytes of a compressed document
 STEPS, STEPS_PER_BYTE = 1 << 22, 8  # elements that are copied or hashed again because of references to them
 SECONDS, SECONDS_PER_BYTE = 60.0, 20e-6  # of parsing; the other limits are reached first unless a parser has a bug
+CHILD_MEMORY, CHILD_SERVED = 256 << 20, 64 << 20  # bytes: memory of a process that parses a file; what it may read
+CHILD_SERVED_PER_BYTE = 64  # small pieces are read in blocks, some of them several times
+CHILD_PROCESSOR = (
+    2  # seconds of a processor, and SECONDS_PER_BYTE; where the system cannot limit it, SECONDS by the clock
+)
 LEVELS = 100  # of lists and objects in a JSON document, one within the other; honest documents have about ten
 RANKS, RANKS_PER_FILE = 4096, 64  # ranks that names or records may claim: for any number of files, and per file
 

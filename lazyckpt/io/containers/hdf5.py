@@ -1,16 +1,24 @@
 """The datasets of an HDF5 file: names, dtypes, and where their elements lie. Needs h5py.
 
-h5py parses the file's structure through a stream over the store; the elements are then read by lazyckpt, from the
-offsets and the chunk tables that HDF5 tells. Nothing outside the file is followed: external links, external storage and
-virtual datasets are refused. Source: HDF5 File Format Specification 3.0 (H5Z filters, chunk indexes); h5py's h5d.
+h5py parses the file's structure in a process of its own with limits (`hdf5_child`), which asks for bytes of the store;
+the elements are then read by lazyckpt, from the offsets and the chunk tables that HDF5 tells. Nothing outside the file
+is followed: external links, external storage and virtual datasets are refused. Source: HDF5 File Format Specification
+3.0 (H5Z filters, chunk indexes); h5py's h5d.
+
+What the process says, each in a frame of JSON (``says``), and bytes: ``read`` (a range of the file, which is its
+answer), ``refused``, ``alias``, ``attribute``, ``dataset``, ``chunks`` behind a chunked one (rows of 64-bit numbers:
+the first element in each dimension, offset, size, mask of filters left out; none: no more), and in the end ``done``,
+``failed``, ``behind`` (a user block), or ``missing`` (h5py).
 """
 
 from __future__ import annotations
 
+import math
 import posixpath
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,23 +29,22 @@ from ...core.dtypes import BF16, BOOL, C64, C128, DTYPES, DType
 from ...core.extents import Chunk, Codec, Extent, Inline
 from ...core.placement import Part
 from ...core.specs import Fragment, TensorSpec, whole
-from ...errors import CorruptError, FormatError
-from ..limits import Budget
+from ...errors import CorruptError, FormatError, LazyckptError
+from .. import limits
+from ..children import Child, Frame
 from ..storage.streams import StoreFile
+from .hdf5_child import BYTES, INLINE, MOST_CHUNKS, ROWS
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
+_PROGRAM = Path(__file__).with_name("hdf5_child.py")
 _BLOCK = 64 << 10  # bytes that are read at a time of a file behind a network
-_KEPT = 256  # such blocks in memory
-_MOST_CHUNKS = 1 << 20  # of one dataset
-_MOST = 4096  # elements of an attribute
-_LARGEST = 1 << 20  # bytes of an attribute
-_DEPTH = 100  # groups, one within the other
-_INLINE = 64 << 10  # bytes; HDF5 keeps less than that in an object's header
+_PAGE = 4 << 10  # and of a local file
+_START = 120.0  # seconds in which the process is to start; importing h5py takes long on some file systems
 _DEFLATE, _SHUFFLE, _FLETCHER, _LZF = 1, 2, 3, 32000
 _FILTERS = {_DEFLATE: "zlib", _SHUFFLE: "shuffle", _FLETCHER: "fletcher32", _LZF: "lzf"}
 _NUMBERS = {
     dtype.numpy.str[1:]: dtype for dtype in DTYPES if dtype.is_number and dtype._numpy and "." not in dtype._numpy
-}
+} | {"b1": BOOL, "c8": C64, "c16": C128}
 
 
 class NotReadError(FormatError):
@@ -58,53 +65,6 @@ class Hdf5:
     damaged: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-
-class _Blocks:
-    """A file for h5py: it reads small pieces of the metadata, which over a network are read in blocks."""
-
-    def __init__(self, file: StoreFile) -> None:
-        self._file, self._at = file, 0
-        self._step = _BLOCK if file.store.gap else 0
-        self._blocks: dict[int, bytes] = {}
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = {0: 0, 1: self._at, 2: self._file.size}[whence] + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def read(self, size: int = -1) -> bytes:
-        stop = self._file.size if size < 0 else min(self._file.size, self._at + size)
-        data = self._between(self._at, stop) if stop > self._at else b""
-        self._at += len(data)
-        return data
-
-    def readinto(self, target: Any) -> int:
-        """Read into a buffer of HDF5, which fills what is behind the end with zeros. Raises OSError for a buffer that
-        is larger than the file: a damaged length, for which HDF5 would touch so much memory."""
-        if len(target) > max(self._file.size, _BLOCK):
-            raise OSError(f"{len(target):,} bytes of a file of {self._file.size:,}")
-        data = self.read(len(target))
-        target[: len(data)] = data
-        return len(data)
-
-    def _between(self, start: int, stop: int) -> bytes:
-        if not self._step or stop - start > self._step:
-            return self._file.at(start, stop - start)
-        parts = [self._block(n) for n in range(start // self._step, (stop - 1) // self._step + 1)]
-        first = start - start // self._step * self._step
-        return b"".join(parts)[first : first + stop - start]
-
-    def _block(self, n: int) -> bytes:
-        found = self._blocks.get(n)
-        if found is None:
-            start = n * self._step
-            found = self._blocks[n] = self._file.at(start, min(self._step, self._file.size - start))
-            if len(self._blocks) > _KEPT:
-                del self._blocks[next(iter(self._blocks))]
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,225 +100,235 @@ class ChunkTable(Blocks):
 
 def read_hdf5(file: StoreFile) -> Hdf5:
     """Return the content of a file, or of a window of it. Raises CorruptError, FormatError (h5py is missing)."""
-    try:
-        import h5py
-    except ImportError as e:
-        raise FormatError(f"{file.where} is an HDF5 file, which needs h5py: pip install 'lazyckpt[hdf5]'") from e
-    budget = Budget(file.where, file.size)
-    try:
-        with h5py.File(_Blocks(file), "r") as h5:
-            if h5.userblock_size:
-                raise FormatError(f"{file.where}: an HDF5 file behind a user block of {h5.userblock_size:,} bytes")
-            return _Walk(file, budget, h5py).walk(h5)
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError) as e:
-        if isinstance(e, CorruptError | FormatError) or (isinstance(e, OSError) and e.errno):
-            raise
-        raise CorruptError(f"{file.where}: HDF5 cannot read it ({e!s:.120}): damaged, or truncated") from e
+    about = {
+        "size": file.size,
+        "step": _BLOCK if file.store.gap else _PAGE,
+        "memory": limits.CHILD_MEMORY + file.size,
+        "seconds": math.ceil(limits.CHILD_PROCESSOR + file.size * limits.SECONDS_PER_BYTE),
+    }
+    with Child(_PROGRAM, file.where, about) as child:
+        return _Listener(file, child).content()
 
 
-class _Walk:
-    def __init__(self, file: StoreFile, budget: Budget, h5py: Any) -> None:
-        self.file, self.budget, self.h5py = file, budget, h5py
+class _Listener:
+    """Serves the process that parses a file, and makes tensors of what it says. It trusts nothing of that: a hostile
+    file might have taken the process over."""
+
+    def __init__(self, file: StoreFile, child: Child) -> None:
+        self.file, self.child = file, child
+        self.budget = limits.Budget(file.where, file.size)
         self.found = Hdf5()
-        self.seen: dict[Any, str] = {}
+        self.seconds = limits.SECONDS + file.size * limits.SECONDS_PER_BYTE  # without those of the store
+        self.served = limits.CHILD_SERVED + file.size * limits.CHILD_SERVED_PER_BYTE
+        self.chunked = False
 
-    def walk(self, root: Any) -> Hdf5:
-        groups = [("", root, 0)]
-        self.seen[self.h5py.h5o.get_info(root.id).addr] = ""
-        while groups:
-            path, group, depth = groups.pop()
-            self._note(path, group)
-            inner = []
-            for name in group:
-                self.budget.objects(4)
-                self.budget.time()
-                one = f"{path}/{name}" if path else name
-                link = group.get(name, getlink=True)
-                if not isinstance(link, self.h5py.HardLink):
-                    outside = isinstance(link, self.h5py.ExternalLink)
-                    self.found.refused[one] = (
-                        "a link into another file, which is not followed"
-                        if outside
-                        else "a soft link, which is not followed"
-                    )
-                    continue
-                item = group[name]
-                if isinstance(item, self.h5py.Group):
-                    key = self.h5py.h5o.get_info(item.id).addr
-                    if key in self.seen or depth >= _DEPTH:
-                        self.found.refused[one] = "a second link to a group that is read elsewhere"
-                        continue
-                    self.seen[key] = one
-                    inner.append((one, item, depth + 1))
-                elif isinstance(item, self.h5py.Dataset):
-                    self._dataset(one, item)
-            groups += reversed(inner)
+    def content(self) -> Hdf5:
+        try:
+            self._hear(self.child.frame(_START), ("ready", "missing"))
+            while not self._hear(self._next()):
+                pass
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as e:
+            if isinstance(e, LazyckptError):
+                raise
+            raise self.child.wrong() from e
         return self.found
 
-    def _note(self, path: str, item: Any) -> None:
-        values = {}
-        for name in item.attrs:
-            self.budget.objects()
-            try:
-                about = item.attrs.get_id(name)
-                size = prod(about.shape or ()) * about.dtype.itemsize
-                if about.get_storage_size() > self.file.size or size > _LARGEST or prod(about.shape or ()) > _MOST:
-                    continue  # damaged, or no text and no few numbers
-                value = item.attrs[name]
-            except (OSError, TypeError, ValueError, RuntimeError, KeyError):
-                continue  # of a type that h5py does not know, or damaged
-            if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufSU" and value.size <= _MOST:
-                value = value.tolist()
-            if isinstance(value, str | int | float | bool | list):
-                values[str(name)] = value
-                self.budget.characters(len(str(value)) if isinstance(value, str | list) else 8)
-        if values:
-            self.found.attributes[path] = values
+    def _next(self) -> Frame:
+        """Return the next frame that asks for no bytes."""
+        while True:
+            begun = time.monotonic()
+            frame = self.child.frame(self.seconds)
+            self.seconds -= time.monotonic() - begun
+            if frame.said["says"] != "read":
+                return frame
+            start, size = _numbers([frame.said["start"], frame.said["size"]])
+            self.served -= max(size, _PAGE)
+            if self.served < 0:
+                raise CorruptError(
+                    f"{self.file.where}: parsing it reads its {self.file.size:,} bytes again and again: it is damaged "
+                    "or hostile. Copy it again from its source, or do not trust it."
+                )
+            self.child.write(self.file.at(start, size))
 
-    def _dataset(self, path: str, item: Any) -> None:
-        key = self.h5py.h5o.get_info(item.id).addr
-        first = self.seen.setdefault(key, path)
-        if first != path:
-            self.found.aliases[path] = first
-            return
-        self._note(path, item)
+    def _hear(self, frame: Frame, expected: tuple[str, ...] = ()) -> bool:
+        """Note what a frame says; return whether it is the last."""
+        said = frame.said
+        what = said["says"]
+        if expected and what not in expected:
+            raise self.child.wrong()
+        if what in ("ready", "done"):
+            return bool(what == "done")
+        if what == "missing":
+            raise FormatError(
+                f"{self.file.where} is an HDF5 file, which needs h5py: pip install 'lazyckpt[hdf5]' ({said['why']})"
+            )
+        if what == "behind":
+            raise FormatError(
+                f"{self.file.where}: an HDF5 file behind a user block of {_numbers([said['size']])[0]:,} bytes"
+            )
+        if what == "failed":
+            why = _text(said["why"])
+            raise CorruptError(f"{self.file.where}: HDF5 cannot read it ({why:.120}): damaged, or truncated")
+        self.budget.objects(1 if what == "attribute" else 4)
+        path = _text(said["path"])
+        if what == "attribute":
+            self._attribute(path, _text(said["name"]), said["value"])
+        elif what == "refused":
+            self.found.refused[path] = _text(said["why"])[:200]
+        elif what == "alias":
+            self.found.aliases[path] = _text(said["of"])
+        elif what == "dataset":
+            self._dataset(path, said, frame.data)
+        else:
+            raise self.child.wrong()
+        return False
+
+    def _attribute(self, path: str, name: str, value: Any) -> None:
+        limits.check_levels(self.file.where, value)
+        value = _plain(value)
+        self.budget.characters(len(str(value)) if isinstance(value, str | list) else 8)
+        self.found.attributes.setdefault(path, {})[name] = value
+
+    def _dataset(self, path: str, said: dict[str, Any], data: bytes) -> None:
+        rows = self._rows() if said["layout"] == "chunked" else iter(())
         try:
-            self.found.tensors[path] = self._spec(path, item)
+            self.found.tensors[path] = self._spec(path, said, data, rows)
         except NotReadError as e:
             self.found.refused[path] = e.kind
         except CorruptError as e:
+            if isinstance(e, limits.ExcessError):
+                raise
             self.found.damaged[path] = str(e)
+        for _ in rows:  # of a dataset that is not read
+            pass
 
-    def _spec(self, path: str, item: Any) -> TensorSpec:
+    def _rows(self) -> Iterator[bytes]:
+        """Yield the rows of chunks that follow a dataset."""
+        while (frame := self._next()).said != {"says": "chunks", "count": 0}:
+            if frame.said["says"] == "failed":
+                self._hear(frame)
+            (count,) = _numbers([frame.said["count"]])
+            if frame.said["says"] != "chunks" or not 0 < count <= ROWS:
+                raise self.child.wrong()
+            self.budget.objects(count)
+            yield frame.data
+
+    def _spec(self, path: str, said: dict[str, Any], data: bytes, rows: Iterator[bytes]) -> TensorSpec:
         where = f"{self.file.where}: the dataset {path!r:.80}"
-        if item.is_virtual:
-            raise NotReadError("a virtual dataset, whose elements are in other files")
-        if item.external:
-            raise NotReadError("a dataset whose elements are in another file, which is not opened")
-        if item.shape is None:
-            raise NotReadError("an empty dataset without a shape")
-        shape = tuple(int(n) for n in item.shape)
-        dtype, swapped = _dtype(item, self.h5py)
+        shape = _numbers(said["shape"])
+        dtype = BF16 if said["dtype"] == "bfloat16" else _NUMBERS.get(_text(said["dtype"]))
+        if dtype is None:
+            raise NotReadError(f"not of numbers that torch has ({said['dtype']:.40})")
         if not fits(shape, dtype.itemsize):
             raise CorruptError(f"{where} has the shape {shape!s:.60}: damaged")
         if 0 in shape:
             return TensorSpec(path, shape, dtype, ())
-        nbytes = int(np.prod(shape, dtype=object)) * dtype.itemsize
-        create = item.id.get_create_plist()
-        layout = create.get_layout()
-        swapped = swapped and dtype.itemsize > 1
+        nbytes = math.prod(shape) * dtype.itemsize
+        swapped = said["swapped"] is True and dtype.itemsize > 1
         strides = c_strides(shape)
-        if layout == self.h5py.h5d.CONTIGUOUS:
-            offset = item.id.get_offset()
-            if offset is None:
-                return self._unwritten(path, item, shape, dtype)
+        if said["layout"] == "contiguous":
+            if said["offset"] is None:
+                return self._unwritten(path, _fill(said["fill"], dtype), shape, dtype)
+            (offset,) = _numbers([said["offset"]])
             self._check(where, offset, nbytes)
             start = self.file.start + offset
             return whole(path, Extent(self.file.path, start, dtype, shape, strides, swapped=swapped))
-        if layout == self.h5py.h5d.COMPACT:
-            if nbytes > _INLINE:
+        if said["layout"] == "compact":
+            if nbytes > INLINE:
                 raise CorruptError(f"{where} has {nbytes:,} bytes in its header: damaged")
-            raw = np.empty(shape, item.dtype)
-            item.id.read(self.h5py.h5s.ALL, self.h5py.h5s.ALL, raw, item.id.get_type())
-            held = Inline(self.file.path, raw.tobytes())
+            if len(data) != nbytes:
+                raise self.child.wrong()
+            held = Inline(self.file.path, data)
             return whole(path, Extent(self.file.path, 0, dtype, shape, strides, swapped=swapped, within=held))
-        if layout == self.h5py.h5d.CHUNKED:
-            return self._chunked(path, where, item, shape, dtype, swapped)
-        raise NotReadError("a dataset of a layout that lazyckpt does not know")
+        if said["layout"] == "chunked":
+            return self._chunked(path, where, said, shape, dtype, swapped, rows)
+        raise self.child.wrong()
 
     def _check(self, where: str, offset: int, nbytes: int) -> None:
-        if offset < 0 or offset + nbytes > self.file.size:
+        if offset + nbytes > self.file.size:
             raise CorruptError(
                 f"{where} has {nbytes:,} bytes from {offset:,} on, the file has {self.file.size:,}: truncated"
             )
 
-    def _unwritten(self, path: str, item: Any, shape: Shape, dtype: DType) -> TensorSpec:
-        fill = _fill(item, dtype)
+    def _unwritten(self, path: str, fill: bytes, shape: Shape, dtype: DType) -> TensorSpec:
         absent = Chunk(self.file.path, dtype, shape, c_strides(shape), 0, fill=fill, window=(0, 0), present=False)
         return TensorSpec(path, shape, dtype, (Fragment(absent, shape),), rule="never written: the fill value")
 
-    def _chunked(self, path: str, where: str, item: Any, shape: Shape, dtype: DType, swapped: bool) -> TensorSpec:
-        cell = tuple(int(n) for n in item.chunks)
+    def _chunked(
+        self,
+        path: str,
+        where: str,
+        said: dict[str, Any],
+        shape: Shape,
+        dtype: DType,
+        swapped: bool,
+        rows: Iterator[bytes],
+    ) -> TensorSpec:
+        cell = _numbers(said["cell"])
         if len(cell) != len(shape) or not all(cell) or not fits(cell, dtype.itemsize):
             raise CorruptError(f"{where} has chunks of the shape {cell!s:.60}: damaged")
-        nbytes = int(np.prod(cell, dtype=object)) * dtype.itemsize
-        filters = list(_filters(item.id.get_create_plist(), dtype))
-        count = item.id.get_num_chunks()
-        grid = [-(-n // size) for n, size in zip(shape, cell, strict=True)]
-        cells = int(np.prod(grid, dtype=object))
-        if count > _MOST_CHUNKS or cells > _MOST_CHUNKS:
-            raise NotReadError(f"a dataset of {max(count, cells):,} chunks")
-        self.budget.objects(count)
-        strides, fill = c_strides(cell), _fill(item, dtype)
+        nbytes = math.prod(cell) * dtype.itemsize
+        filters = list(_filters(said["filters"], dtype))
+        (count,) = _numbers([said["count"]])
+        cells = math.prod(-(-n // size) for n, size in zip(shape, cell, strict=True))
+        if max(count, cells) > MOST_CHUNKS:
+            raise NotReadError(f"a dataset of {limits.short_number(max(count, cells))} chunks")
+        strides, fill = c_strides(cell), _fill(said["fill"], dtype)
         there: dict[Shape, Chunk] = {}
-
-        def note(info: Any) -> None:
-            start = tuple(int(n) for n in info.chunk_offset)
-            if info.byte_offset is None:
-                return
-            self._check(where, int(info.byte_offset), int(info.size))
-            if start in there or any(a % c or a >= n for a, c, n in zip(start, cell, shape, strict=True)):
-                if any(a >= n for a, n in zip(start, shape, strict=True)):
-                    return  # left over from a larger dataset
+        for row in (row for part in rows for row in np.frombuffer(part, "<u8").reshape(-1, len(shape) + 3).tolist()):
+            *first, offset, size, mask = row
+            start = tuple(first)
+            self._check(where, offset, size)
+            if any(a >= n for a, n in zip(start, shape, strict=True)):
+                continue  # left over from a larger dataset
+            if start in there or any(a % c for a, c in zip(start, cell, strict=True)):
                 raise CorruptError(f"{where} has two chunks, or one off the grid, at {start!s:.60}: damaged")
             sizes = tuple(min(c, n - a) for a, c, n in zip(start, cell, shape, strict=True))
-            used = [codec for bit, codec in filters if not info.filter_mask >> bit & 1]
-            window = (self.file.start + int(info.byte_offset), int(info.size))
-            there[start] = Chunk(
-                self.file.path, dtype, sizes, strides, nbytes, tuple(reversed(used)), fill, swapped, window=window
-            )
-
-        for n in range(count):
-            note(item.id.get_chunk_info(n))
+            used = tuple(codec for bit, codec in reversed(filters) if not mask >> bit & 1)
+            window = self.file.start + offset, size
+            there[start] = Chunk(self.file.path, dtype, sizes, strides, nbytes, used, fill, swapped, window=window)
         absent = Chunk(self.file.path, dtype, cell, strides, nbytes, fill=fill, window=(0, 0), present=False)
         return TensorSpec(path, shape, dtype, ChunkTable(Grid(shape, cell), there, absent))
 
 
-def _dtype(item: Any, h5py: Any) -> tuple[DType, bool]:
-    """Return the dtype of a dataset and whether it is big-endian. Raises NotReadError for what is no number."""
-    try:
-        dtype = item.dtype
-    except TypeError as e:
-        raise NotReadError(f"of a type that numpy lacks ({e!s:.60})") from None
-    kind = item.id.get_type()
-    told = item.attrs.get("dtype")
-    if dtype.kind == "V" and dtype.names is None and dtype.itemsize == 2 and told in ("bfloat16", b"bfloat16"):
-        return BF16, False  # as Keras marks it (saving_lib.H5IOStore)
-    if str(dtype) == "bfloat16":
-        return BF16, kind.get_order() == h5py.h5t.ORDER_BE
-    if h5py.check_enum_dtype(dtype) is not None and dtype.kind != "b":
-        raise NotReadError("an enumeration")
-    if dtype.kind == "b":
-        return BOOL, False
-    if dtype.kind == "c" and dtype.itemsize in (8, 16):
-        return (C64 if dtype.itemsize == 8 else C128), dtype.str.startswith(">")
-    found = _NUMBERS.get(dtype.str[1:]) if dtype.kind in "iuf" and dtype.subdtype is None else None
-    if found is None:
-        raise NotReadError(f"not of numbers that torch has ({dtype!s:.40})")
-    if isinstance(kind, h5py.h5t.TypeIntegerID) and kind.get_precision() != 8 * dtype.itemsize:
-        raise NotReadError(f"of integers of {kind.get_precision()} bits")
-    if isinstance(kind, h5py.h5t.TypeFloatID):
-        fields = {2: (15, 10, 5, 0, 10), 4: (31, 23, 8, 0, 23), 8: (63, 52, 11, 0, 52)}
-        if tuple(kind.get_fields()) != fields.get(dtype.itemsize):
-            raise NotReadError("of floats that are not IEEE's")
-    return found, dtype.str.startswith(">")
+def _numbers(values: Any) -> tuple[int, ...]:
+    """Return numbers that HDF5 keeps in 64 bits. Raises ValueError for anything else."""
+    if not isinstance(values, list) or not all(type(n) is int and 0 <= n < 1 << 64 for n in values):
+        raise ValueError(values)
+    return tuple(values)
 
 
-def _fill(item: Any, dtype: DType) -> bytes:
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Return the value of an attribute: a text, a number, or lists of these and of bytes."""
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
+    if isinstance(value, dict):
+        return bytes.fromhex(value[BYTES])
+    if not isinstance(value, str | int | float):
+        raise TypeError(value)
+    return value
+
+
+def _fill(value: Any, dtype: DType) -> bytes:
     """Return the bytes of one element, little-endian."""
-    value = item.fillvalue
-    if value is None or dtype is BF16:
-        return bytes(dtype.itemsize)
-    return np.asarray(value).astype(dtype.numpy.newbyteorder("<")).tobytes()
+    found = bytes.fromhex(value[BYTES])
+    if len(found) not in (0, dtype.itemsize):
+        raise ValueError(value)
+    return found or bytes(dtype.itemsize)
 
 
-def _filters(create: Any, dtype: DType) -> Iterator[tuple[int, Codec]]:
+def _filters(told: Any, dtype: DType) -> Iterator[tuple[int, Codec]]:
     """Yield the filters in the order of packing, each with the bit that a chunk's mask has if it was left out."""
-    for n in range(create.get_nfilters()):
-        code, _, values, name = create.get_filter(n)
+    for n, (code, first, name) in enumerate(told):
         if code not in _FILTERS:
-            raise NotReadError(f"packed with the filter {code} ({name!r:.40}), which lazyckpt cannot unpack")
-        size = int(values[0]) if code == _SHUFFLE and values else dtype.itemsize
+            raise NotReadError(f"packed with the filter {code} ({name!s:.40}), which lazyckpt cannot unpack")
+        size = dtype.itemsize if first is None else _numbers([first])[0]
         yield n, Codec(_FILTERS[code], f'{{"elementsize": {size}}}' if code == _SHUFFLE else "{}")
 
 

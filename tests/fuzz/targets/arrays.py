@@ -1,4 +1,4 @@
-"""Files of arrays: numpy's, Keras's names, Flax's msgpack, tables of TensorFlow. numpy agrees where it reads them."""
+"""Files of arrays: numpy's, HDF5 and Keras, Flax's msgpack, tables of TensorFlow. numpy agrees where it reads them."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def entries(data: bytes) -> None:
     _with_index(_table(data))
 
 
-# -- Keras: what is not parsed by HDF5's library, which damaged files make hang or take any memory
+# -- Keras: what is not parsed by HDF5's library, and so is tried faster by itself
 
 
 def _archive() -> dict[str, bytes]:
@@ -210,6 +210,10 @@ def _files(group: str, *names: str) -> Callable[[], list[bytes]]:
 TARGETS = (
     Target("arrays.npy", npy, npy_seeds, "bytes"),
     Target("arrays.npz", npz, npz_seeds, "zip"),
+    Target(
+        "arrays.hdf5", _opening("model.weights.h5"), _files("keras", "model.weights.h5", "half.weights.h5", "old.h5")
+    ),
+    Target("arrays.keras", _opening("model.keras"), _files("keras", "model.keras"), "zip"),
     Target("keras.config", keras_config, keras_configs, "json"),
     Target("keras.names", keras_names, keras_paths, "lines"),
     Target(
