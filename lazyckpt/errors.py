@@ -102,6 +102,7 @@ PROBLEM_CODES = {
     "missing-file": "A file that the checkpoint should have is not there.",
     "unreadable-file": "A file is there and cannot be read: it is damaged, of an unknown kind, or its disk fails.",
     "left-over-file": "A file belongs to another save; it is not read.",
+    "unread-program": "The file also holds a program, which lazyckpt neither reads nor runs.",
     "ignored-file": "A file beside the checkpoint is of a kind that lazyckpt does not read.",
     "misnamed-file": "A file is of another kind than its name suggests; it is read by its contents.",
     "oversized-file": "Most of a file's bytes belong to no tensor in it.",

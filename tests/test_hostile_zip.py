@@ -359,7 +359,6 @@ def test_other_files_are_refused_by_what_they_are(name: str, suffix: str, tmp_pa
 
 
 RELATIVES = {
-    torch_files.write_torchscript: r"TorchScript.*torch\.jit\.load",
     torch_files.write_export: r"torch\.export.*torch\.export\.load",
     torch_files.write_package: r"torch\.package.*Load it where you trust it",
 }

@@ -340,7 +340,6 @@ def test_misaligned_complex_numbers_can_be_used(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "word"),
     [
-        (torch_files.write_torchscript, "TorchScript"),
         (torch_files.write_export, "torch.export"),
         (torch_files.write_package, "torch.package"),
     ],

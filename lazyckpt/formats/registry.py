@@ -58,6 +58,7 @@ _BUILTIN = (
     ("hdf5", "READER", True),
     ("flax", "READER", True),
     ("tensorflow", "READER", True),
+    ("torchscript", "READER", True),
     ("torch_save", "READER", True),
     ("zarr.reader", "FOLDER", False),
 )

@@ -20,6 +20,7 @@ from ..storage.base import Store
 from ..storage.streams import StoreFile
 from .pickle.records import short
 from .zip import (
+    DEFLATED,
     ENCRYPTED,
     ENTRY_SIZE,
     STORED,
@@ -32,6 +33,7 @@ from .zip import (
     data_offsets_of_few,
     read_columns,
     read_few,
+    read_zip,
 )
 from .zip_headers import ALIGNMENT, HeaderGuard, aligned_offsets, reads_of_headers
 
@@ -231,6 +233,35 @@ class Directories:
             if len(self._known) > _MOST:
                 self._known.pop(next(iter(self._known)), None)
         return found
+
+
+def read_members(file: StoreFile) -> tuple[dict[str, Record], dict[str, tuple[Record, int]]]:
+    """Return the records of a zip of TorchScript by name without the common folder; apart from them its compressed
+    files of code, with the number of their unpacked bytes.
+
+    Raises CorruptError for damage, and for names that readers could take for one another; FormatError for a compressed
+    record."""
+    found = read_zip(file)
+    entries = sorted(found.entries, key=lambda entry: entry.header)
+    if not entries:
+        raise CorruptError(f"{file.where}: an empty zip")
+    names = [entry.name for entry in entries]
+    prefix = names[0].split("/")[0] + "/"
+    members = {name[len(prefix) :]: n for n, name in enumerate(names) if name.startswith(prefix)}
+    if len({name.lower() for name in names if not name.startswith(f"{prefix}code/")}) < sum(
+        not name.startswith(f"{prefix}code/") for name in names
+    ):
+        raise CorruptError(f"{file.where}: two of its records differ only in the case of letters: made by hand?")
+    packed = {n for n, e in enumerate(entries) if e.method == DEFLATED and e.name.startswith(f"{prefix}code/")}
+    odd = {n: e.flags for n, e in enumerate(entries) if (e.method != STORED and n not in packed) or e.flags & ENCRYPTED}
+    _check(file.where, prefix, names, members, odd)
+    offsets = data_offsets_of_few(file, found.start, entries)
+    records = {
+        name: Record(file.start + offsets[n], entries[n].stored, entries[n].crc or (None if entries[n].nbytes else 0))
+        for name, n in members.items()
+    }
+    code = {name: (records.pop(name), entries[n].nbytes) for name, n in members.items() if n in packed}
+    return records, code
 
 
 def _read(file: StoreFile) -> tuple[Directory, _Layout | None]:

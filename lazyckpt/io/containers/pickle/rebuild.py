@@ -323,6 +323,20 @@ def _from_numpy(data: Any, dtype: Any, device: Any, requires_grad: Any) -> Store
     return StoredTensor(storage, dtype, 0, shape, c_strides(shape), requires_grad is True)
 
 
+def _list(values: Any) -> Any:
+    """Return the list of one type that TorchScript wrote (torch/jit/_pickle.py)."""
+    if not isinstance(values, list):
+        raise TypeError("not a list")
+    return values
+
+
+def _tagged(value: Any, kind: Any) -> Any:
+    """Return the container that TorchScript wrote with the name of its type (torch/jit/_pickle.py)."""
+    if not isinstance(value, list | dict) or type(kind) is not str:
+        raise TypeError("not a container")
+    return value
+
+
 def _text(text: Any) -> str:
     if type(text) is not str:
         raise TypeError("not a text")
@@ -348,6 +362,8 @@ def _table() -> dict[tuple[str, str], Any]:
         ("torch._utils", "_rebuild_xla_tensor"): _from_numpy,
         ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _jagged,
         ("torch.serialization", "_get_layout"): _text,
+        ("torch.jit._pickle", "restore_type_tag"): _tagged,
+        **{("torch.jit._pickle", f"build_{kind}list"): _list for kind in ("int", "tensor", "double", "bool")},
         ("torch", "Size"): size,
         ("torch", "device"): device,
         **VALUES,
