@@ -191,6 +191,25 @@ def test_what_is_not_a_tensor_is_told(tmp_path: Path) -> None:
     assert view.meta["attributes"]["ok"] == {"units": "m"}
 
 
+def test_attributes_of_any_kind(tmp_path: Path) -> None:
+    held: dict[str, Any] = {
+        "int": 3,
+        "huge": np.uint64(1 << 63),
+        "float": 1.5,
+        "nan": np.nan,
+        "flag": True,
+        "text": "ë\n",
+    }
+    held |= {"list": np.arange(4), "bytes": np.array([b"x", b"yy"]), "half": np.float16(0.5)}
+    with h5py.File(tmp_path / "m.h5", "w") as f:
+        f["a"] = np.zeros(2)
+        f["a"].attrs.update(held)
+    with h5py.File(tmp_path / "m.h5") as f:  # h5py's own values
+        want = {key: value.tolist() if hasattr(value, "tolist") else value for key, value in f["a"].attrs.items()}
+    found = lazyckpt.open(tmp_path / "m.h5").meta["attributes"]["a"]
+    assert repr(sorted(found.items())) == repr(sorted(want.items()))
+
+
 def test_a_changed_chunk_is_noticed(tmp_path: Path) -> None:
     path = tmp_path / "m.h5"
     with h5py.File(path, "w") as f:

@@ -184,7 +184,7 @@ class _Listener:
         return False
 
     def _attribute(self, path: str, name: str, value: Any) -> None:
-        limits.check_levels(self.file.where, value)
+        limits.check_levels(self.file.where, [value])
         value = _plain(value)
         self.budget.characters(len(str(value)) if isinstance(value, str | list) else 8)
         self.found.attributes.setdefault(path, {})[name] = value
