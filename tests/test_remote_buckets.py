@@ -9,6 +9,7 @@ import os
 import pickle
 import sys
 import time
+import urllib.request
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,7 +117,8 @@ def test_a_listing_that_lags_behind(s3: Cloud) -> None:
 
 @pytest.fixture(scope="module")
 def many() -> Iterator[Cloud]:
-    """A bucket with a folder of more files than an answer to a listing has, and one of as many."""
+    """A bucket with a folder of more files than an answer to a listing has, and one of as many, with a folder's marker
+    as the last one."""
     import obstore
 
     with cloud_of("s3") as cloud:
@@ -125,7 +127,9 @@ def many() -> Iterator[Cloud]:
             obstore.put(cloud.store, name, b"x", use_multipart=False)
 
         with ThreadPoolExecutor(16) as pool:
-            list(pool.map(put, [*(f"more/{n:05}.tmp" for n in range(1050)), *(f"full/{n:05}.tmp" for n in range(999))]))
+            list(pool.map(put, [*(f"more/{n:05}.tmp" for n in range(1050)), *(f"full/{n:05}.tmp" for n in range(998))]))
+        marker = urllib.request.Request(f"{cloud.server.endpoint}/bucket/full/zz/", b"", method="PUT")
+        urllib.request.urlopen(marker).close()
         for folder in ("more", "full"):
             cloud.put(f"{folder}/model.safetensors", save({"a": TENSOR}))
         yield cloud

@@ -286,8 +286,10 @@ class ObjectStore(Requesting):
         with self._asking(where):
             more = next(iter(obstore.list(self._store, self.full(folder) or None, offset=last, chunk_size=1)), ())
         self.io.add(requests=1)
-        behind = [meta["path"] for meta in more if meta["path"] > last]
-        if behind or (more and not len(keys) % _NAMES):  # it may have begun anew, as if it had not been told where
+        # the marker of a folder, "name/", is listed behind "name", which obstore shows it as
+        behind = any(meta["path"] > last for meta in more)
+        anew = any(meta["path"] < last for meta in more) and not len(keys) % _NAMES  # as if it was not told where
+        if behind or anew:
             raise OSError(
                 f"{where}: the server's listing ends after {len(keys):,} names, and there are more: it does not speak "
                 "version 2 of S3's listings. Open files by their own URLs"
