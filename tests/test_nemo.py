@@ -198,6 +198,17 @@ def test_configurations_that_cannot_be(cases: dict[str, Case], tmp_path: Path, t
     assert set(view) == set(cases[SPEECH].truth["weights"])
 
 
+@pytest.mark.parametrize("name", ["self", "__class__", "__dict__"])
+def test_names_of_fields_that_python_reserves(cases: dict[str, Case], tmp_path: Path, name: str) -> None:
+    folder = unpacked(cases[SPEECH], tmp_path)
+    config = folder / "model_config.yaml"
+    config.write_text(f"{config.read_text()}\ntensor_model_parallel_size: 1\n{name}: x\n")
+    view = lazyckpt.open(folder)
+    assert view.problems == ()
+    assert view.meta["model_config"][name] == "x"
+    assert set(view) == set(cases[SPEECH].truth["weights"])
+
+
 def test_tags_make_no_objects() -> None:
     text = b"a: !!python/object/apply:os.system ['false']\nb: !!python/tuple [1, 2]\nc: &c [1]\nd: *c\n"
     found = parse_yaml(text, "x.yaml")

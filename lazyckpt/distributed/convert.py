@@ -20,6 +20,7 @@ from ..formats.dcp.objects import Meta
 from ..formats.shared.paths import put
 from ..io.containers.pickle.plain import TensorRef
 from ..io.containers.pickle.records import Opaque
+from ..io.containers.pickle.values import namespace
 from ..jobs.publish import fingerprint
 from ..lazy import named
 from ..tensor import LazyTensor
@@ -136,7 +137,7 @@ def _restored(value: Any, key: str, stored: CheckpointView) -> Any:
     if isinstance(value, argparse.Namespace):
         inner = {k: _restored(v, key, stored) for k, v in vars(value).items()}
         if not any(True for _ in leaves(inner)):
-            return argparse.Namespace(**inner)
+            return namespace(inner)
     if isinstance(value, Opaque | argparse.Namespace):
         what = f"{value.module}.{value.name}" if isinstance(value, Opaque) else "argparse.Namespace with tensors"
         raise DataError(

@@ -18,6 +18,7 @@ import torch
 
 from ..io.containers.pickle.plain import TensorRef
 from ..io.containers.pickle.records import Opaque
+from ..io.containers.pickle.values import namespace
 
 Lost = dict[str, str]  # dotted path in the metadata -> reason why it is not written
 _GONE = object()
@@ -58,7 +59,7 @@ def _made(value: Any, path: str, tensor: Callable[[str], Any], lost: Lost, depth
         return {key: part for key, part in found.items() if part is not _GONE}
     if isinstance(value, argparse.Namespace):
         found = {key: inner(key, part) for key, part in vars(value).items()}
-        return argparse.Namespace(**{key: part for key, part in found.items() if part is not _GONE})
+        return namespace({key: part for key, part in found.items() if part is not _GONE})
     if type(value) in (list, tuple, set, frozenset):
         parts = [inner(n, part) for n, part in enumerate(value)]
         if _all_gone(parts, path, lost):

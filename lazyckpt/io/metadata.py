@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.dtypes import DType
 from .containers.pickle.records import Opaque
-from .containers.pickle.values import Device, Size
+from .containers.pickle.values import Device, Size, namespace
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ def _items(make: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
 
 def _namespace(value: argparse.Namespace) -> argparse.Namespace:
     found = _dict(vars(value))
-    return value if found is vars(value) else argparse.Namespace(**found)
+    return value if found is vars(value) else namespace(found)
 
 
 def _opaque(value: Opaque) -> Opaque:

@@ -25,7 +25,7 @@ from ..core.dtypes import FROM_NAME, DType
 from ..errors import CorruptError, DataError
 from .containers.pickle.plain import TensorRef
 from .containers.pickle.records import Opaque, short
-from .containers.pickle.values import Device, Size, device, size
+from .containers.pickle.values import Device, Size, device, namespace, size
 
 if TYPE_CHECKING:
     import torch
@@ -256,7 +256,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "$float": float,
     "$surrogates": lambda v: _bytes(v).decode("utf-8", "surrogatepass"),
     "$dict": lambda v: {decode(k): decode(x) for k, x in v},
-    "$namespace": lambda v: argparse.Namespace(**{decode(k): decode(x) for k, x in v}),
+    "$namespace": lambda v: namespace({_string(k): decode(x) for k, x in v}),
     "$tensor": lambda v: TensorRef(_string(v)),
     "$opaque": _opaque,
     "$size": size,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import LazyckptError, Problem, cannot_read
+from ...io.containers.pickle.values import namespace
 from ...io.plain_yaml import load_yaml
 from ...io.storage.base import Store
 from ...layouts.megatron import number
@@ -47,7 +48,7 @@ def args_of(config: Mapping[Any, Any]) -> Namespace:
     >>> found.num_experts, found.untie_embeddings_and_output_weights
     (4, True)
     """
-    args = Namespace(**{key: value for key, value in config.items() if isinstance(key, str)})
+    args = namespace({key: value for key, value in config.items() if isinstance(key, str)})
     for own, argument in _ARGUMENTS.items():
         if own in config:
             setattr(args, argument, config[own])

@@ -17,6 +17,7 @@ from typing import Any
 from ...core.index import Index
 from ...core.placement import Mesh
 from ...errors import LazyckptError, MissingFileError, Problem, cannot_read, some
+from ...io.containers.pickle.values import namespace
 from ...io.storage.base import Store
 from .. import huggingface
 from ..dcp.reader import read_folder
@@ -171,7 +172,7 @@ def _arguments(documents: Mapping[str, Any]) -> argparse.Namespace | None:
     tied = config.get("tie_word_embeddings") if isinstance(config, dict) else None
     if isinstance(tied, bool):
         found["untie_embeddings_and_output_weights"] = not tied
-    return argparse.Namespace(**{str(key): value for key, value in found.items()})
+    return namespace(found)
 
 
 def _mesh(mesh: Mesh, args: Any, world: int | None) -> Mesh:

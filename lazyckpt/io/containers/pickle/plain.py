@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -22,7 +21,7 @@ from ...limits import Budget
 from .arrays import NumpyArray, NumpyDtype, plain_numpy
 from .rebuild import Composite, StoredStorage, StoredTensor, TensorSubclass
 from .records import Attributed, Opaque, short
-from .values import Deque, Namespace
+from .values import Deque, Namespace, namespace
 
 Path = tuple[str | int, ...]  # keys as text, positions in lists as numbers
 
@@ -242,7 +241,7 @@ class Plain:
             return _plain_list(value, items)
         if isinstance(value, Namespace):
             inner = self._dict(vars(value), path, depth)
-            return argparse.Namespace(**({} if inner is _GONE else inner))
+            return namespace({} if inner is _GONE else inner)
         if isinstance(value, Opaque):
             if self._take is not None and self._take(value):
                 self.taken[self._key(path)] = value

@@ -6,7 +6,7 @@ import argparse
 import datetime
 import decimal
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,6 +237,14 @@ def _bytearray(*args: Any) -> bytearray:
     if args and not (len(args) == 1 and isinstance(args[0], bytes | bytearray)):
         return bytearray(_encode(*args))
     return bytearray(*args)
+
+
+def namespace(attributes: Mapping[str, Any]) -> argparse.Namespace:
+    """Return an argparse.Namespace with attributes of a file. Its constructor would set them one by one, and fail for
+    some names (``self``, ``__class__``, ``__dict__``)."""
+    found = argparse.Namespace()
+    vars(found).update(attributes)
+    return found
 
 
 class Namespace(argparse.Namespace):
