@@ -50,8 +50,9 @@ def opened_below(root: Path) -> Iterator[tuple[Path, lazyckpt.CheckpointView]]:
     cases = sorted(filter(Path.is_dir, root.iterdir()))
     step = 1 if os.environ.get(LANE) == "all" else -(-len(cases) // 12)
     for case in cases[:: step or 1]:
-        inside = sorted(filter(Path.is_dir, case.iterdir())) or sorted(case.iterdir())
-        for path in (case, *inside):
+        inside = sorted(filter(Path.is_dir, case.iterdir()))
+        files = [path for folder in inside for path in sorted(filter(Path.is_file, folder.iterdir()))]
+        for path in (case, *inside, *files):
             forget()
             with suppress(LazyckptError):
                 yield path, lazyckpt.open(path)

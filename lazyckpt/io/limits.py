@@ -114,10 +114,13 @@ class Budget:
         """What may still be charged: objects, characters, unpacked bytes, steps."""
         return self._objects, self._characters, self._inflated, self._steps
 
-    def charge(self, cost: tuple[int, ...]) -> None:
+    def charge(self, cost: tuple[int, int, int, int]) -> None:
         """Charge again what was charged between two values of ``left``. Raises CorruptError past a limit."""
-        for charge, count in zip((self.objects, self.characters, self.inflated, self.steps), cost, strict=True):
-            charge(count)
+        objects, characters, inflated, steps = cost
+        self.objects(objects)
+        self.characters(characters)
+        self.inflated(inflated)
+        self.steps(steps)
 
     @property
     def inflated_left(self) -> int:

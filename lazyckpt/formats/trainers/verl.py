@@ -172,7 +172,7 @@ def _arguments(documents: Mapping[str, Any]) -> argparse.Namespace | None:
     tied = config.get("tie_word_embeddings") if isinstance(config, dict) else None
     if isinstance(tied, bool):
         found["untie_embeddings_and_output_weights"] = not tied
-    return namespace(found)
+    return namespace({str(key): value for key, value in found.items()})
 
 
 def _mesh(mesh: Mesh, args: Any, world: int | None) -> Mesh:

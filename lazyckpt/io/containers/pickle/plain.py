@@ -48,7 +48,7 @@ class _Part(NamedTuple):
     rest: Any
     tensors: dict[str, StoredTensor]
     paths: dict[str, Path]
-    cost: tuple[int, ...]
+    cost: tuple[int, int, int, int]
 
 
 Parts = dict[Path, _Part]  # the last walk at each place that several saved objects may share
@@ -190,7 +190,8 @@ class Plain:
         count, left = len(self.tensors), self._budget.left
         rest = self._walk(value, path, depth)
         if not (self.notes or self._given or self.taken or self._arrays or self.subclasses):
-            cost = tuple(a - b for a, b in zip(left, self._budget.left, strict=True))
+            now = self._budget.left
+            cost = (left[0] - now[0], left[1] - now[1], left[2] - now[2], left[3] - now[3])
             tensors = dict(islice(self.tensors.items(), count, None))
             paths = dict(islice(self.paths.items(), count, None))
             parts[path] = _Part(value, depth, rest, tensors, paths, cost)
