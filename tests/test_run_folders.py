@@ -131,6 +131,14 @@ def test_damaged_folders_of_colossalai(copied: Any) -> None:
 # -- MLX
 
 
+def test_a_file_of_colossalai_in_the_place_of_another(copied: Any) -> None:
+    folder = copied("colossalai_sharded")
+    (optimizer,) = folder.rglob("optimizer")
+    shutil.copy(optimizer / "pytorch_optim-00001.bin", optimizer / "pytorch_optim-00003.bin")
+    (problem,) = lazyckpt.open(folder).problems
+    assert (problem.code, problem.path) == ("inconsistent-metadata", "optimizer/pytorch_optim-00003.bin")
+
+
 def test_saves_of_mlx_lm(copied: Any) -> None:
     folder = copied("mlx_adapters")
     older = lazyckpt.open(folder, tag="0000001_adapters.safetensors")

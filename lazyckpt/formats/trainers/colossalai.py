@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.index import Index
+from ...core.names import natural
 from ...errors import CorruptError, LazyckptError, Problem, cannot_read, some
 from ...io.containers.pickle.plain import Path
 from .. import huggingface
@@ -73,8 +74,9 @@ def _optimizer(source: Source, folder: str, problems: list[Problem]) -> list[tup
     """Return the shards of an optimizer. Raises the errors of the index, and CorruptError if it names other folders."""
     path = posixpath.join(folder, _INDEX)
     table = load_json(source.store, path)
-    weights, about = table.get("weight_map"), table.get("metadata")
-    shards = sorted({str(name) for name in weights.values()}) if isinstance(weights, dict) else []
+    listed, about = table.get("weight_map"), table.get("metadata")
+    weights = {str(key): str(name) for key, name in listed.items()} if isinstance(listed, dict) else {}
+    shards = sorted(set(weights.values()))
     groups = about.get("param_groups") if isinstance(about, dict) else None
     names = [*shards, *([groups] if isinstance(groups, str) else [])]
     if not shards or not all(map(inside, names)):
@@ -88,13 +90,27 @@ def _optimizer(source: Source, folder: str, problems: list[Problem]) -> list[tup
         except LazyckptError as e:
             problems.append(cannot_read(paths[name], e))
             continue
-        found.append(((), _groups(one)) if name == groups else (("optimizer", "state"), one))
+        if name == groups:
+            found.append(((), _groups(one)))
+            continue
+        problems += _others(one, paths[name], path, {key for key, file in weights.items() if file == name})
+        found.append((("optimizer", "state"), one))
     if groups not in names:
         line = f"{path} names no file of param_groups: which parameter has which number is not known"
         problems.append(Problem("missing-file", line, path))
     if not any(base for base, _ in found):
         raise CorruptError(f"{source.store.root}/{path}: none of its files can be read ({some(shards)})")
     return found
+
+
+def _others(one: Member, path: str, index: str, listed: set[str]) -> list[Problem]:
+    """Return a problem if a file holds states of other parameters than the index lists for it: it is another file."""
+    there = {str(own[0]) for own in (*(own for own, _ in one.tensors.values()), *one.objects) if own}
+    other = sorted(there ^ listed, key=natural)
+    if not other:
+        return []
+    line = f"{path} and {index} differ in which parameters' states it holds ({some(other)}): it may be another file"
+    return [Problem("inconsistent-metadata", line, path)]
 
 
 def _groups(one: Member) -> Member:

@@ -166,7 +166,7 @@ def _arguments(documents: Mapping[str, Any]) -> argparse.Namespace | None:
     fields = documents.get("transformer_config")
     if not isinstance(fields, dict):
         return None
-    found = {_ARGUMENTS.get(key, key): value for key, value in fields.items()}
+    found: dict[str, Any] = {_ARGUMENTS.get(str(key), str(key)): value for key, value in fields.items()}
     found["group_query_attention"] = type(found.get("num_query_groups")) is int
     config = documents.get("config")
     tied = config.get("tie_word_embeddings") if isinstance(config, dict) else None
