@@ -26,7 +26,7 @@ _LENGTHS = struct.Struct("<IQ")  # of a frame's JSON, and of the bytes behind it
 _LARGEST = 64 << 20  # bytes of a frame
 _LOOK = 1.0  # seconds from one look whether the program lives to the next
 _NOTHING_ELSE = {"OPENBLAS_NUM_THREADS": "1", "HDF5_PLUGIN_PRELOAD": "::"}  # no threads and no plug-ins in it
-_poll = None if PORTABLE else getattr(select, "poll", None)
+POLL = None if PORTABLE else getattr(select, "poll", None)
 
 
 class Frame(NamedTuple):
@@ -131,7 +131,7 @@ class Child:
         target = memoryview(found)
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
-        if _poll is None:  # Windows, where no fork keeps the pipes of a process that has ended
+        if POLL is None:  # Windows, where no fork keeps the pipes of a process that has ended
             timer = threading.Timer(max(0.0, end - time.monotonic()), self._stop)
             timer.daemon = True
             timer.start()
@@ -141,7 +141,7 @@ class Child:
             finally:
                 timer.cancel()
             return bytes(found)
-        poll = _poll()
+        poll = POLL()
         poll.register(fd, select.POLLIN)
         while target:
             left = end - time.monotonic()
