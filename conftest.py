@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["LAZYCKPT_TEST_LANE"] = config.getoption("lane")  # tests/lanes.py asks for it
-    # A busy machine fails no property test. One change has the same examples on every machine; "all" looks for new ones.
+    # A busy machine fails no property test. A change has the same examples everywhere; "all" looks for new ones.
     hypothesis.settings.register_profile(
         "lanes",
         deadline=None,
