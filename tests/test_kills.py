@@ -504,7 +504,7 @@ def test_repeated_export_after_all_files_were_published(
     whole = content(dest)
     # killed when everything had its name, before the folder that it was made in was gone
     with monkeypatch.context() as patch:
-        patch.setattr(staging.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(staging._Job, "remove", lambda *_, **__: None)
         write()
     assert unfinished(dest) and content(dest) == whole
     stopped(monkeypatch, stream, "_move", 40, write)

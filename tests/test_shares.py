@@ -234,7 +234,7 @@ print(len(result.paths))
 
 
 _AT_ONCE = """
-import os, sys
+import os, sys, traceback
 import lazyckpt
 
 source, out, count = sys.argv[1:]
@@ -248,7 +248,10 @@ for share in range(int(count)):
         result = lazyckpt.open(source).to_safetensors(out, share=(share, int(count)), max_shard_size="20KB")
         os.write(1, b"%d\\n" % len(result.paths))
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(code)
 sys.exit(any([os.waitpid(pid, 0)[1] for pid in children]))
 """

@@ -356,3 +356,22 @@ def test_pipe_in_place_of_the_job_file_is_refused_at_once(source: Path, tmp_path
     with deadline(), pytest.raises(DestinationError):
         write(lazyckpt.open(source), dest)
     assert not dest.exists()
+
+
+def test_a_staging_folder_of_the_next_process_is_not_removed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that ends removes its staging folder. As soon as its lock is gone, the next one may work there."""
+    dest = tmp_path / "x.safetensors"
+    staging, unlink = staging_path(dest), os.unlink
+
+    def then_the_next_comes(path: Any, *args: Any, **options: Any) -> None:
+        unlink(path, *args, **options)
+        if path == staging / JOB:
+            (staging / JOB).write_text("another job")
+            (staging / "work").write_text("of another job")
+
+    monkeypatch.setattr(os, "unlink", then_the_next_comes)
+    lazyckpt.open(source).to_safetensors(dest)
+    assert dest.exists()
+    assert contents(staging) == {JOB: b"another job", "work": b"of another job"}

@@ -155,6 +155,7 @@ _TODO = {
     "missing-file": "Copy it from the source, or read only the tensors that are complete.",
     "unreadable-file": "Copy it again and compare checksums.",
     "left-over-file": "Decide which save you want, then remove the files of the other.",
+    "unread-program": "Nothing to do: the tensors are in the view.",
     "ignored-file": "Nothing to do, unless you need what is in it.",
     "misnamed-file": "Rename it: other programs rely on the name.",
     "oversized-file": "Clone tensors before torch.save, or convert the checkpoint.",
@@ -208,14 +209,15 @@ _ERRORS = {
 }  # fmt: skip
 # codes of problems whose path is a file or a folder, unless it is the name of a tensor
 _OF_FILES = {
-    "missing-file", "unreadable-file", "left-over-file", "ignored-file", "misnamed-file", "oversized-file",
-    "unsafe-pickle", "unpinned-file", "part-of-checkpoint", "unfinished-save", "other-checkpoint",
+    "missing-file", "unreadable-file", "left-over-file", "unread-program", "ignored-file", "misnamed-file",
+    "oversized-file", "unsafe-pickle", "unpinned-file", "part-of-checkpoint", "unfinished-save", "other-checkpoint",
     "skipped-checkpoint", "step-mismatch", "missing-index", "index-mismatch", "missing-metadata", "unreadable-object",
 }  # fmt: skip
 _NOTES = {
-    "ignored-file", "misnamed-file", "unpinned-file", "part-of-checkpoint", "other-checkpoint", "missing-optimizer",
-    "assumed-tie", "assumed-stage", "replaced-tensor", "nested-tensor", "unused-rule", "not-renamed", "noted-at-export",
-    "reader-note", "flat-parameter", "left-out-scale", "not-quantized", "assumed-update",
+    "unread-program", "ignored-file", "misnamed-file", "unpinned-file", "part-of-checkpoint", "other-checkpoint",
+    "missing-optimizer", "assumed-tie", "assumed-stage", "replaced-tensor", "nested-tensor", "unused-rule",
+    "not-renamed", "noted-at-export", "reader-note", "flat-parameter", "left-out-scale", "not-quantized",
+    "assumed-update",
 }  # fmt: skip
 
 

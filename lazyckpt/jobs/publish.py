@@ -354,10 +354,28 @@ class _Job:
         write_at(self._fd, text.encode(), 0)
 
     def remove(self, folder: Path, ignore_errors: bool = False) -> None:
-        """Remove the staging directory, while it is locked where the system removes open files."""
-        if not POSIX:
-            self.close()
-        shutil.rmtree(folder, ignore_errors=ignore_errors)
+        """Remove the staging directory, unless it was renamed. The locked file goes last: as soon as it is gone,
+        another process may create it again and work in the directory."""
+        try:
+            if self._fd is None or not _is_at(self._fd, folder / JOB):
+                return
+            _empty(folder)
+            if not POSIX:  # where an open file cannot be removed
+                self.close()
+            os.unlink(folder / JOB)
+            with suppress(OSError):  # another process works there
+                folder.rmdir()
+        except OSError:
+            if not ignore_errors:
+                raise
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Return whether an open file is the one that the path leads to now."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
 
 
 def _locked(folder: Path) -> tuple[_Job, Owner]:
@@ -384,7 +402,7 @@ def _locked(folder: Path) -> tuple[_Job, Owner]:
         except OSError:  # a file system without locks: users must not run two exports at once
             pass
         with suppress(OSError):
-            if os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+            if _is_at(fd, path):
                 return job, owner
         job.close()  # the previous holder of the lock finished and removed or renamed the file
 

@@ -23,13 +23,13 @@ from .executor import Run
 from .guard import is_own
 from .ledger import Ledger
 from .passing import Passed
-from .places import Folder, Place
+from .places import PART, Folder, Place
 from .plan import Chunk, Chunks, Manifest, WritePlan
 from .publish import Busy, content, discard, is_unique, moved, reveal, staged
 from .write import put_manifests, put_texts, write
 
 HASHES = ".lazyckpt-hashes"  # the file with the hashes of what a share has written, for the manifest
-MARK = ".lazyckpt-share"  # the file that completes the folder of a share; it holds the fingerprint of the whole job
+MARK = ".lazyckpt-share"  # the file that completes the folder of a share, in which `_Mark` is
 _RETRY = 0.05  # seconds between attempts to finish while another share does
 _PATIENCE = 600.0  # seconds after which a share stops waiting for another one that finishes
 
@@ -71,23 +71,51 @@ def write_share(plan: WritePlan, share: Share, *, verify: bool, progress: bool |
         raise DestinationError("work with tensors in memory is not shared: every process has its own")
     _check_others(dest.place, share.count)
     folder = folder_of_share(dest.place, share)
-    if _fingerprint(folder) != plan.fingerprint:
+    mark = _Mark.of(folder)
+    if mark is None or mark.fingerprint != plan.fingerprint:
         write(_part(plan, dest, share, folder), verify=verify, progress=progress, run=run)
-    own = (path for path in folder.rglob("*") if path.name not in (MARK, HASHES))
-    nbytes = sum(path.stat().st_size for path in own if path.is_file())
-    return nbytes, _finish(plan, dest, share.count, verify, run)
+        own = (path for path in folder.rglob("*") if path.name not in (MARK, HASHES))
+        mark = _Mark(plan.fingerprint, sum(path.stat().st_size for path in own if path.is_file()))
+        mark.put(folder)  # last: as soon as the mark is there, another share may move the files and remove the folder
+    return mark.nbytes, _finish(plan, dest, share.count, verify, run)
 
 
 def discard_share(dest: Path, share: Share) -> None:
     """Remove what a share has written, so that it starts anew."""
     folder = folder_of_share(dest, share)
     discard(folder)
-    if _fingerprint(folder) is not None:
+    if _Mark.of(folder) is not None:
         (folder / MARK).unlink()
         shutil.rmtree(folder)
 
 
 # -- a share
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """What completes the folder of a share: the fingerprint of the whole job, and the size of the share's files in
+    bytes."""
+
+    fingerprint: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, folder: Path) -> _Mark | None:
+        """Return the mark in a folder; None if the share is not complete."""
+        try:
+            if is_own(folder):
+                fingerprint, nbytes = (folder / MARK).read_text().split()
+                return cls(fingerprint, int(nbytes))
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            pass
+        return None
+
+    def put(self, folder: Path) -> None:
+        """Write the mark into a folder, complete or not at all."""
+        part = folder / f"{MARK}{PART}"
+        part.write_text(f"{self.fingerprint} {self.nbytes}")
+        os.replace(part, folder / MARK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +162,7 @@ def _part(plan: WritePlan, dest: Destination, share: Share, folder: Path) -> Wri
         fingerprint=f"{plan.fingerprint}-{share.index}-{share.count}",
         files=files,
         chunks=chunks,
-        texts={MARK: plan.fingerprint.encode()},
+        texts={},
         manifests=[Manifest(HASHES, one.algorithm, _hashes) for one in plan.manifests[:1]],
         room=plan.room // share.count,
         paths=(folder,),
@@ -173,14 +201,14 @@ def _finish(plan: WritePlan, dest: Files | Whole, count: int, verify: bool, run:
     while True:
         if not any(os.path.lexists(folder) for folder in folders):
             return True  # another share has just finished
-        if any(_fingerprint(folder) != plan.fingerprint for folder in folders):
+        if _marks(plan, folders) is None:
             return False
         try:
             _gather(plan, dest, folders, verify, run)
         except DestinationError as e:
             if isinstance(e, _Lost):
                 raise
-            if all(_fingerprint(folder) == plan.fingerprint for folder in folders):
+            if _marks(plan, folders) is not None:
                 if not isinstance(e, Busy) or time.monotonic() > deadline:
                     raise
                 time.sleep(_RETRY)
@@ -204,7 +232,7 @@ def _gather(plan: WritePlan, dest: Files | Whole, folders: Sequence[Path], verif
         expected = {*plan.keys, *(chunk.key for chunk in (plan.chunks.at(where) if plan.chunks is not None else ()))}
         expected.difference_update(one.key for one in plan.manifests)
         has_files = bool(already) or not expected.isdisjoint(where.find())  # of a call that was killed
-        if any(_fingerprint(folder) != plan.fingerprint for folder in folders):
+        if (marks := _marks(plan, folders)) is None:
             raise Busy(f"{dest.place}: another share has finished")  # the caller looks again
         if not already:
             ledger.anew()
@@ -234,8 +262,9 @@ def _gather(plan: WritePlan, dest: Files | Whole, folders: Sequence[Path], verif
             ledger.move(verify)
             dest.publish(where)
         except BaseException:
-            for folder in folders if os.path.lexists(str(where)) else ():  # else it is published
-                (folder / MARK).write_text(plan.fingerprint)
+            if os.path.lexists(str(where)):  # else it is published
+                for mark, folder in zip(marks, folders, strict=True):
+                    mark.put(folder)
             raise
     for folder in folders:
         shutil.rmtree(folder)
@@ -246,14 +275,10 @@ def folder_of_share(dest: Path, share: Share) -> Path:
     return dest.parent / f".{dest.name}.share-{share.index}-of-{share.count}"
 
 
-def _fingerprint(folder: Path) -> str | None:
-    """Return the fingerprint of the job whose share is complete in a folder."""
-    try:
-        if is_own(folder):
-            return (folder / MARK).read_text()
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    return None
+def _marks(plan: WritePlan, folders: Sequence[Path]) -> list[_Mark] | None:
+    """Return the marks of all shares of a job, or None if one of them is not complete."""
+    marks = [mark for folder in folders if (mark := _Mark.of(folder)) and mark.fingerprint == plan.fingerprint]
+    return marks if len(marks) == len(folders) else None
 
 
 def _check_others(dest: Path, count: int) -> None:
