@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -27,12 +26,9 @@ SOON = 8.0  # seconds; without the check for it, the first test takes a minute, 
 
 @pytest.fixture(autouse=True)
 def heard() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, also in a process that was started to ignore it; and not in a callback of the
-    garbage collector, which Hypothesis has: Python only prints what is raised there."""
+    """Ctrl-C raises KeyboardInterrupt, also in a process that was started to ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.disable()
     yield
-    gc.enable()
     signal.signal(signal.SIGINT, before)
 
 

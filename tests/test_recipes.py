@@ -204,9 +204,16 @@ def test_the_logits_of_megatron(megatron_folder: Path, tmp_path: Path, name: str
     assert (logits - wanted).abs().max() / wanted.abs().max() < (0.03 if CASES[name].bf16 else 1e-5)
 
 
-def test_what_megatron_has_and_hugging_face_has_not(megatron_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"as a whole.*rename"):
-        recipes.torch_dist_to_hf(megatron_folder / "tp2_mla" / "dist", tmp_path / "hf")
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("tp2_mla", "no architecture.*rename"), ("tp2_dp2_mtp_distopt", "as a whole.*rename")],
+)
+def test_what_megatron_has_and_hugging_face_has_not(
+    megatron_folder: Path, tmp_path: Path, name: str, words: str
+) -> None:
+    """Latent attention without norms; a layer of Llama that predicts further tokens."""
+    with pytest.raises(FormatError, match=words):
+        recipes.torch_dist_to_hf(megatron_folder / name / "dist", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 

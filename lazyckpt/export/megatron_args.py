@@ -18,6 +18,7 @@ from ..core.specs import TensorSpec
 from ..formats.megatron.layers import decoder_layer
 from ..layouts.megatron import is_gated, number
 from ..layouts.rename.apply import heads_of
+from ..layouts.rename.table import builtin
 from ..layouts.stages import expert_of
 from .training import Lost, restored
 
@@ -164,6 +165,10 @@ def _in_config(meta: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "group_query_attention", heads.groups != heads.queries
         yield "num_query_groups", heads.groups
     config = meta.get("config")
+    model = builtin(str(config.get("model_type"))) if isinstance(config, dict) else None
+    if model is not None:  # what the model does with values that are stored alike
+        yield "apply_layernorm_1p", model.less_one
+        yield "rotary_interleaved", model.interleaved
     config = config.get("text_config", config) if isinstance(config, dict) else {}
     turning = config.get("rope_parameters")  # since transformers 5
     config = {**(turning if isinstance(turning, dict) else {}), **config}

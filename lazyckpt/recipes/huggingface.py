@@ -231,7 +231,8 @@ def _from_megatron(src: str | os.PathLike[str], view: CheckpointView, config: di
     padded = [name for name, t in embeddings.items() if type(rows) is int and t.shape[0] > rows > 0]
     if padded:
         view = CheckpointView(src, rules={name: {"cat": 0, "rows": rows} for name in padded})
-    renamed = view.rename("hf")
+    model = config.get("model_type")
+    renamed = view.rename(model if isinstance(model, str) else "hf")
     odd = [problem for problem in renamed.problems if problem.code in ("not-renamed", "unlike-values")]
     if odd:
         raise FormatError(

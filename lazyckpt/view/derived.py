@@ -44,8 +44,8 @@ class Derivable(Readable, Generic[View]):
         names
             "hf" converts megatron-core's names to Hugging Face's, "megatron" converts them back. Of a GGUF file, "hf"
             converts the names and undoes what llama.cpp changed in the values (docs/formats/gguf.md). Other values are
-            the name of a table in `lazyckpt.layouts.rename` ("llama", "mixtral", "qwen_moe", "gpt2", "gpt_neox",
-            "nemotron"), or a table of your own such as ``{"decoder.layers.{l}.mlp.linear_fc2.{p}":
+            the name of a table ("llama", "mixtral", "deepseek": docs/how-to/layouts.md has all), a ``model_type`` of
+            Hugging Face ("qwen3_moe"), or a table of your own such as ``{"decoder.layers.{l}.mlp.linear_fc2.{p}":
             "model.layers.{l}.mlp.down_proj.{p}"}``; ``{"extends": "llama", ...}`` adds lines to a table.
         reverse
             Read the table from right to left.
@@ -59,7 +59,8 @@ class Derivable(Readable, Generic[View]):
         Raises
         ------
         FormatError
-            There is no such table, or a line of it is invalid.
+            There is no such table, there is none for the ``model_type`` in config.json, names without a config.json
+            are those of several architectures, or a line of the table is invalid.
         DataError
             The view is a part below a prefix. Rename the whole view, then take the part.
         """

@@ -21,6 +21,7 @@ from ...layouts.megatron import number
 # field of the configuration -> Megatron-LM's argument
 _ARGUMENTS = {
     "num_moe_experts": "num_experts",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
     "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
     "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }
@@ -74,6 +75,8 @@ def nemo_args(config: Mapping[Any, Any], core: bool) -> Namespace:
     gated = {name.endswith("glu") and (core or name.startswith("fast-")) for name in activations}
     if len(gated) == 1:
         args.swiglu = gated.pop()
+    if config.get("normalization") == "layernorm1p":
+        args.apply_layernorm_1p = True
     if isinstance(config.get("transformer_engine"), bool):
         args.transformer_impl = "transformer_engine" if config["transformer_engine"] else "local"
     for key in ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"):

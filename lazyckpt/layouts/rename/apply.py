@@ -1,4 +1,4 @@
-"""Choose the table of names for a checkpoint, and build its index under the other names."""
+"""Build the index of a checkpoint under the names of a table."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from ...core.index import Index
 from ...core.placement import Placement
 from ...core.specs import TensorSpec, renamed
 from ...errors import Problem
-from ..megatron import is_gated, second_matrix, stack_of
+from ..megatron import flag, is_gated, stack_of
 from ..tables import pattern
+from . import choose, mtp
 from .gguf import from_gguf
 from .rewrite import Heads, Report, new_names, rename
-from .table import Entry, table
+from .table import Builtin, Entry, builtin, less_one_models, table
 
 # -- Split the arrays of megatron-core's GroupedMLP, each with all experts, into matrices like those of SequentialMLP.
 
@@ -54,64 +55,32 @@ def _apart(spec: TensorSpec, count: int) -> Iterator[TensorSpec]:
         yield compose(name, (columns, rows), [(spec, placement)], rule, spec.stored_as or spec.name)
 
 
-# -- Choose a table by the names and shapes of a model.
-
-
-def hugging_face(specs: Mapping[str, TensorSpec], args: Mapping[str, Any], heads: Heads | None) -> str:
-    """Return the table from megatron-core's names to those of the Hugging Face family with this architecture."""
-    text = "\n".join(specs)
-    gated = _gated(specs, args)
-    if gated and ".mlp.experts." in text:
-        return "qwen_moe" if ".shared_experts." in text or ".q_layernorm." in text else "mixtral"
-    if gated:
-        return "llama"
-    if "embedding.position_embeddings." in text:
-        return "gpt2"
-    many = heads is None or heads.queries == heads.groups  # GPT-NeoX has no groups
-    return "gpt_neox" if many and ".mlp.experts." not in text and "decoder.final_layernorm.bias" in text else "nemotron"
-
-
-def megatron(names: Mapping[str, TensorSpec]) -> str:
-    """Return the table whose right side has these names."""
-    text = "\n".join(names)
-    if ".block_sparse_moe." in text:
-        return "mixtral"
-    if ".mlp.experts." in text:
-        return "qwen_moe"
-    if "gpt_neox." in text:
-        return "gpt_neox"
-    if "transformer.h." in text:
-        return "gpt2"
-    return "nemotron" if ".mlp.up_proj." in text and ".mlp.gate_proj." not in text else "llama"
-
-
-def _gated(specs: Mapping[str, TensorSpec], args: Mapping[str, Any]) -> bool:
-    """Return whether the first MLP matrix fuses gate and up: it has twice the rows that the second has columns."""
-    for name, spec in specs.items():
-        second = specs.get(second_matrix(name) or "")
-        if second is not None and len(spec.shape) == len(second.shape) == 2:
-            return spec.shape[0] == 2 * second.shape[1]
-        if name.endswith(".experts.weight1") and len(spec.shape) == 3:
-            second = specs.get(f"{name[:-1]}2")
-            if second is not None and len(second.shape) == 3:
-                return spec.shape[2] == 2 * second.shape[1]
-    return args.get("swiglu") is not False
-
-
 # -- Build the index under the names of a table.
 
 _HEAD = "output_layer.weight"
 _TIED = {
-    "lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight"),
+    "lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight", "backbone.embeddings.weight"),
     "embed_out.weight": ("gpt_neox.embed_in.weight",),
 }
 
-_UNLIKE = {
-    "apply_layernorm_1p": "args.apply_layernorm_1p: the weights of norms are stored less 1, as of "
-    "Hugging Face's models only Gemma has them; others take them plus 1",
-    "rotary_interleaved": "args.rotary_interleaved: rotary embeddings turn neighbouring rows of each head of q and k; "
-    "most of Hugging Face's models turn its two halves, the rows are in another order there",
-}
+
+class _Whole(Mapping[str, TensorSpec]):
+    """The tensors of all states by name, as a mapping that describes only those that are asked for."""
+
+    def __init__(self, states: Iterable[Mapping[str, TensorSpec]]) -> None:
+        self._states = tuple(states)
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        for specs in self._states:
+            if name in specs:
+                return specs[name]
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(name for specs in self._states for name in specs))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
 
 def renamed_index(
@@ -120,26 +89,35 @@ def renamed_index(
     """Return the index with ``states`` under the names of a table.
 
     ``which`` is "hf" (from megatron-core's names, or GGUF's, to Hugging Face's, by the table that fits the model),
-    "megatron" (the reverse, of megatron-core's), the name of a table, or the user's own table. Raises FormatError if
-    there is no such table.
+    "megatron" (the reverse, of megatron-core's), the name of a table, a `model_type`, or the user's own table. Raises
+    FormatError if there is no such table.
     """
     if which == "hf" and not reverse and index.format == "gguf":
         return from_gguf(index, states)
     args = getattr(index.meta.get("args"), "__dict__", {})
     heads = heads_of(index.meta)
     every = {name: spec for state in reversed(list(states.values())) for name, spec in state.items()}
-    back = reverse
+    whole = _Whole(index.states.values())  # not only what the view shows of the model
+    back, model = reverse, builtin(which) if isinstance(which, str) else None
     if which == "hf":
-        which = hugging_face(every, args, heads)
+        model = choose.of_model(index.meta) or choose.hugging_face(whole, index.meta.get("args"), heads)
     elif which == "megatron":
-        which, back = megatron(every), not reverse
-    entries = table(which)
+        model, back = choose.of_model(index.meta) or choose.megatron(whole), not reverse
+    entries = table(which if model is None else model.name)
     if not back and any(".local_experts." in entry.left for entry in entries):
         states = apart(states)
+    layers = mtp.layers_of(index.meta)
+    if not back and mtp.has_mtp(entries):
+        states = mtp.as_decoder(states, layers)
     report, gated = Report(), is_gated(index.meta.get("args"))
     # (Transformer Engine's models are saved under their own names, those of the local spec under others)
     stacked = args.get("transformer_impl") == "transformer_engine"
-    found = {state: rename(specs, entries, heads, back, report, stacked, gated) for state, specs in states.items()}
+    counts = {name: spec.shape[0] for name, spec in every.items() if spec.shape}
+    found = {
+        state: rename(specs, entries, heads, back, report, stacked, gated, counts) for state, specs in states.items()
+    }
+    if back and mtp.has_mtp(entries):
+        found = mtp.from_decoder(found, layers)
     tied = args.get("untie_embeddings_and_output_weights") is False
     aliases = {
         new: report.one.get(owner, owner)
@@ -149,7 +127,7 @@ def renamed_index(
     }
     aliases |= _ties(found, entries) if tied and not back else {}
     unreadable = {new: why for old, why in index.unreadable.items() for new in new_names(old, entries, back)}
-    problems = (*index.problems, *report.problems(), *(() if back else _unlike(index.meta)))
+    problems = (*index.problems, *report.problems(), *(() if back else _unlike(index.meta, model)))
     return replace(index, states=found, aliases=aliases, problems=problems, unreadable=unreadable, layout=None)
 
 
@@ -171,10 +149,27 @@ def heads_of(meta: Mapping[str, Any]) -> Heads | None:
     return Heads(heads, groups, dim) if _counts(heads, groups, dim) else None
 
 
-def _unlike(meta: Mapping[str, Any]) -> list[Problem]:
-    """Return problems for settings in Megatron's args that change the meaning of values against Hugging Face models."""
-    args = getattr(meta.get("args"), "__dict__", {})
-    return [Problem("unlike-values", line) for name, line in _UNLIKE.items() if args.get(name) is True]
+def _unlike(meta: Mapping[str, Any], model: Builtin | None) -> list[Problem]:
+    """Return problems for settings in Megatron's args with which values mean something else in models of a table."""
+    args = meta.get("args")
+    less_one, turned = flag(args, "apply_layernorm_1p"), flag(args, "rotary_interleaved")
+    name = "the model" if model is None else f"Hugging Face's {model.model}"
+    lines = []
+    if less_one and (model is None or not model.less_one):
+        lines.append(
+            f"args.apply_layernorm_1p: the weights of norms are stored less 1, and {name} takes them as they "
+            f"are ({', '.join(less_one_models())} add 1)"
+        )
+    if less_one is False and model is not None and model.less_one:
+        lines.append(
+            f"args.apply_layernorm_1p is off: the weights of norms are stored as they are, and {name} adds 1 to them"
+        )
+    if turned is not None and turned != (model is not None and model.interleaved):
+        here, there = ("neighbouring rows", "two halves")[:: 1 if turned else -1]
+        lines.append(
+            f"args.rotary_interleaved: rotary embeddings turn {here} of each head of q and k, those of {name} {there}"
+        )
+    return [Problem("unlike-values", line) for line in lines]
 
 
 def _counts(*values: Any) -> bool:

@@ -1,20 +1,22 @@
-"""Rename the tensors of a state by a table, in either direction. Placements split, join and transpose tensors."""
+"""Rename the tensors of a state by a table, in either direction. Placements split, join, stack and transpose them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from ...core.box import Box, Shape
 from ...core.compose import compose
+from ...core.expr import computed, make, operand
 from ...core.placement import Placement
 from ...core.specs import TensorSpec, renamed
 from ...errors import Problem, only_one, some
 from .table import Cut, Entry, pattern
 
 Rows = list[tuple[int, int]]
+_MOST = 1 << 16  # tensors in a stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +59,30 @@ def rename(
     report: Report,
     stacked: bool = False,
     gated: bool | None = None,
+    counts: Mapping[str, int] | None = None,
 ) -> dict[str, TensorSpec]:
     """Return the tensors of a state by new name.
 
     ``stacked`` says that saved names without a layer number are otherwise the model's own names. ``gated`` says whether
-    Megatron's MLPs have a gate; None if that is unknown.
+    Megatron's MLPs have a gate; None if that is unknown. ``counts`` has the length of the first dimension by name,
+    where a state of scalars does not tell how many tensors are in a stack.
     """
-    renaming = _Renaming(specs, heads, report, stacked, gated)
+    renaming = _Renaming(specs, heads, report, stacked, gated, counts or {})
     for name in specs:
         if name not in renaming.used and not (
-            renaming.joined(name, entries) if back else any(renaming.cut(name, entry) for entry in entries)
+            renaming.joined(name, entries) if back else renaming.cut_by(name, entries)
         ):
             renaming.keep(name, reported=not _is_there(name, entries, back))
     return renaming.found
 
 
 def new_names(name: str, entries: Sequence[Entry], back: bool) -> list[str]:
-    """Return the new names of a name: several if its tensor is split, the name itself if the table has no entry."""
+    """Return the new names of a name: several if its tensor is split, the name itself if the table has no entry, or if
+    the names do not tell how many tensors there are in a stack."""
     for entry in entries:
         here, there = (entry.right, (entry.left,)) if back else ((entry.left,), entry.right)
+        if back and entry.stack:
+            continue
         for one in here:
             match = pattern(one).fullmatch(name)
             if match is not None:
@@ -90,20 +97,70 @@ def _is_there(name: str, entries: Sequence[Entry], back: bool) -> bool:
 
 class _Renaming:
     def __init__(
-        self, specs: Mapping[str, TensorSpec], heads: Heads | None, report: Report, stacked: bool, gated: bool | None
+        self,
+        specs: Mapping[str, TensorSpec],
+        heads: Heads | None,
+        report: Report,
+        stacked: bool,
+        gated: bool | None,
+        counts: Mapping[str, int],
     ) -> None:
         self.specs = specs
         self.heads = heads
         self.report = report
         self.stacked = stacked
         self.gated = gated
+        self.counts = counts
         self.found: dict[str, TensorSpec] = {}
         self.used: set[str] = set()
+        self.runs: dict[str, dict[str, None]] = {}  # the names of a stack, by the name with * for the number
 
     def keep(self, name: str, reported: bool) -> None:
         if reported:
             self.report.kept[name] = None
         self._add(self.specs[name], name)
+
+    def cut_by(self, name: str, entries: Sequence[Entry]) -> bool:
+        """Rename from the left side to the right by the first entry that matches. Return False if none does."""
+        return any(self.stack(name, entry) if entry.stack else self.cut(name, entry) for entry in entries)
+
+    def stack(self, name: str, entry: Entry) -> bool:
+        """Stack the tensors of all numbers of a name on the left. Return False if the entry does not match the name."""
+        match = pattern(entry.left).fullmatch(name)
+        if match is None:
+            return False
+        rest = {key: value for key, value in match.groupdict().items() if key != entry.stack}
+        stem = entry.left.format(**rest, **{entry.stack: "*"})
+        if stem not in self.runs:
+            names: list[str] = []
+            while len(names) < _MOST and (one := entry.left.format(**rest, **{entry.stack: len(names)})) in self.specs:
+                names.append(one)
+            self.runs[stem] = dict.fromkeys(names)
+        try:
+            if name not in self.runs[stem]:
+                raise _Unfit("the tensors before it are missing: those of all numbers form one tensor")
+            made = _stacked([self.specs[n] for n in self.runs[stem]], entry.right[0].format(**rest), entry)
+            self._check_free([made.name])
+        except _Unfit as e:
+            self._unfit(name, e)
+            return True
+        self.used.update(self.runs[stem])
+        self._add(made, made.name)
+        return True
+
+    def unstack(self, name: str, entry: Entry, match: re.Match[str], count: int | None) -> None:
+        """Take apart the stack of a name on the right."""
+        spec = self.specs[name]
+        targets = [entry.left.format(**match.groupdict(), **{entry.stack: n}) for n in range(count or 0)]
+        try:
+            self._check_free(targets)
+            for n, target in enumerate(targets):
+                one = renamed(spec, target) if not spec.shape else _member(spec, n, target, entry)
+                self._add(one, target)
+            if not targets:
+                raise _Unfit("how many tensors are stacked in it is not known")
+        except _Unfit as e:
+            self._unfit(name, e)
 
     def cut(self, name: str, entry: Entry) -> bool:
         """Rename from the left side to the right. Return False if the entry does not match the name."""
@@ -116,6 +173,7 @@ class _Renaming:
             if entry.cut == "halves" and _is_ungated(name, self.specs, self.gated):
                 raise _Unfit("this model's MLP has no gate: there are no two halves in it")
             made = _cut(spec, targets, entry, self.heads)
+            self._check_free(targets)
         except _Unfit as e:
             self._unfit(name, e)
             return True
@@ -131,7 +189,15 @@ class _Renaming:
         If several entries match, the one that restores the saved name is used, otherwise the first.
         """
         about = [(e, m) for e in entries for right in e.right if (m := pattern(right).fullmatch(name))]
-        possible = [(e, m, target) for e, m in about if (target := e.left.format(**m.groupdict())) not in self.found]
+        about = [(e, m) for e, m in about if not e.beside or e.beside.format(**m.groupdict()) in self.specs]
+        if about and about[0][0].stack:
+            self.unstack(name, *about[0], self.counts.get(name))
+            return True
+        possible = [
+            (e, m, target)
+            for e, m in about
+            if not e.stack and (target := e.left.format(**m.groupdict())) not in self.found
+        ]
         if not possible:
             return False
         entry, match, target = next((p for p in possible if self._was(name, *p[:2])), possible[0])
@@ -155,6 +221,11 @@ class _Renaming:
         saved = self.specs[name].stored_as
         left = entry.left.format(**match.groupdict())
         return saved == left or (self.stacked and saved == entry.left.replace(".{l}", "").format(**match.groupdict()))
+
+    def _check_free(self, targets: Iterable[str]) -> None:
+        taken = [target for target in targets if target in self.found]
+        if taken:
+            raise _Unfit(f"another tensor is {taken[0]!r} already")
 
     def _unfit(self, name: str, why: _Unfit) -> None:
         self.report.unfit.setdefault(str(why), {})[name] = None
@@ -245,6 +316,48 @@ def _joined(specs: list[TensorSpec], target: str, entry: Entry, heads: Heads | N
             start = (a, *(0,) * len(rest))
             pieces.append((spec, Placement.of(spec.shape, block, start, (1, 0) if turn else None)))
     return compose(target, (count, *shapes[0][1:]), pieces, f"joined from {', '.join(s.name for s in specs)}")
+
+
+def _member(spec: TensorSpec, number: int, target: str, entry: Entry) -> TensorSpec:
+    """Return the tensor of a number in a stack, as the left side has it."""
+    inner = spec.shape[1:]
+    turn = entry.transpose and len(inner) == 2
+    axes = (2, 1) if turn else tuple(range(1, len(spec.shape)))
+    block = Box((number, *(0 for _ in inner)), (number + 1, *inner))
+    placement = Placement.of(spec.shape, block, (0,) * len(inner), axes)
+    shape = inner[::-1] if turn else inner
+    rule = "; ".join(filter(None, (spec.rule, f"number {number} of {spec.name!r}{', transposed' if turn else ''}")))
+    one = compose(target, shape, [(spec, placement)], rule, _stored(spec))
+    return _in_turns(one, apart=True) if entry.cut == "alternating" else one
+
+
+def _stacked(specs: list[TensorSpec], target: str, entry: Entry) -> TensorSpec:
+    """Return the stack of the tensors of all numbers, as the right side has it."""
+    first = specs[0]
+    if any((s.shape, s.dtype) != (first.shape, first.dtype) for s in specs):
+        raise _Unfit("the tensors to be stacked differ in dtype or shape")
+    if not first.shape:  # a scalar, such as a step, is shared by all
+        return renamed(first, target)
+    if entry.cut == "alternating":
+        specs = [_in_turns(one, apart=False) for one in specs]
+    turn = entry.transpose and len(first.shape) == 2
+    axes: tuple[int | None, ...] = (None, 1, 0) if turn else (None, *range(len(first.shape)))
+    zeros = (0,) * len(first.shape)
+    pieces = [(one, Placement.at(first.shape, (n, *zeros), axes)) for n, one in enumerate(specs)]
+    shape = first.shape[::-1] if turn else first.shape
+    return compose(target, (len(specs), *shape), pieces, f"stacked from {specs[0].name} to {specs[-1].name}")
+
+
+def _in_turns(spec: TensorSpec, *, apart: bool) -> TensorSpec:
+    """Return gate and up with their rows in turns, or ``apart``: with gate above up."""
+    rows, *rest = spec.shape
+    if rows % 2:
+        raise _Unfit(f"{rows} rows are not two halves")
+    split = (rows // 2, 2, *rest) if apart else (2, rows // 2, *rest)
+    other = make("transpose", make("reshape", operand(spec), shape=split), axes=(1, 0, *range(2, 2 + len(rest))))
+    expr = make("reshape", other, shape=spec.shape)
+    rule = "gate above up" if apart else "rows of gate and up in turns"
+    return computed(spec.name, expr, "; ".join(filter(None, (spec.rule, rule))), _stored(spec))
 
 
 def _starts(rows: Rows) -> list[int]:

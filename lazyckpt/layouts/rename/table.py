@@ -8,77 +8,179 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...core.names import Names
 from ...errors import FormatError, MissingFileError
 from ..tables import read_toml
 
-Cut = Literal["", "qkv", "halves"]
+Cut = Literal["", "qkv", "halves", "alternating"]
+_NUMBER = r"\d+"
 _FIELD = re.compile(r"\{([a-z]+)\}")
-_KEYS = {"into", "cut", "transpose"}
-_CUTS: dict[str, tuple[int, ...]] = {"": (1,), "qkv": (1, 3), "halves": (1, 2)}  # cut -> possible numbers of names
+_KEYS = {"into", "cut", "transpose", "stack", "beside"}
+# cut -> possible numbers of names
+_CUTS: dict[str, tuple[int, ...]] = {"": (1,), "qkv": (1, 3), "halves": (1, 2), "alternating": (1,)}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A line of a table: ``left`` is split into the tensors of ``right``, or these are joined in that order."""
+    """A line of a table: ``left`` is split into the tensors of ``right``, or these are joined in that order.
+
+    Attributes
+    ----------
+    left, right
+        Names with fields in braces.
+    cut
+        How the rows of the left tensor are those of the right ones.
+    transpose
+        Whether the right side's matrices are [in, out].
+    stack
+        The field, of the left name only, whose numbers the right tensor has along its first dimension; "" for none.
+    beside
+        The name of a tensor that has to be there on the right side for the way back; "" for none.
+    """
 
     left: str
     right: tuple[str, ...]
     cut: Cut = ""
     transpose: bool = False
+    stack: str = ""
+    beside: str = ""
+
+
+class Builtin(NamedTuple):
+    """A table of this package, chosen for a model. ``model``: its `model_type`, or the table's own name."""
+
+    name: str
+    model: str
+
+    @property
+    def less_one(self) -> bool:
+        """Whether models of the right side store the weights of norms less 1."""
+        return self.model in less_one_models()
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether rotary embeddings turn neighbouring rows in models of the right side."""
+        return self.model in _document()["values"]["interleaved"]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Right names that every model of the table has."""
+        return tuple(_document()["needs"].get(self.name, ()))
+
+
+def builtin(which: str) -> Builtin | None:
+    """Return the table with a name, or the one for a `model_type` of config.json; None if there is none.
+
+    >>> builtin("qwen3_moe"), builtin("bert")
+    (Builtin(name='qwen_moe', model='qwen3_moe'), None)
+    """
+    name = _document()["models"].get(which, which)
+    return Builtin(name, which) if name in known() else None
 
 
 def table(which: str | Mapping[str, Any]) -> list[Entry]:
-    """Return the entries of a table, given by name or by the user. Raises FormatError if it is invalid."""
+    """Return the entries of a table, given by name, by `model_type` or by the user.
+
+    Raises FormatError if it is invalid, or if there is none.
+    """
+    return [entry for left, value in _lines(which).items() for entry in _entries(left, value)]
+
+
+def _lines(which: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return the lines of a table, those of its own before those of the table that it extends."""
     if isinstance(which, str):
-        tables = _tables()
-        if which not in tables:
-            near = Names(tables).near(which)
+        found = builtin(which)
+        if found is None:
+            names = dict.fromkeys(("hf", "megatron", *known(), *models()))
+            near = Names(names).near(which)
             raise FormatError(
-                f"there is no table of names {which!r}; there are {', '.join(('hf', 'megatron', *tables))}"
+                f"there is no table of names {which!r}; there are {', '.join(names)}"
                 + (f": did you mean {near[0]!r}?" if near else "")
             )
-        return table(dict(tables[which]))
+        return _lines(_document()[found.name])
     lines = dict(which)
     base = lines.pop("extends", None)
-    entries = [_entry(left, value) for left, value in lines.items()]
-    return entries + ([] if base is None else table(base))
+    if base is None:
+        return lines
+    about = {"table": base} if isinstance(base, str) else base
+    if not isinstance(about, Mapping) or "table" not in about or not set(about) <= {"table", "left", "right"}:
+        raise FormatError(
+            f"extends = {base!r:.80}: the name of a table is wanted, or a table with `table`, `left`, `right`"
+        )
+    if not all(isinstance(one, str) for one in about.values()):
+        raise FormatError(f"extends = {base!r:.80}: names are wanted")
+    left, right = about.get("left", ""), about.get("right", "")
+    inner = {left + name: _behind(value, right) for name, value in _lines(about["table"]).items()}
+    return lines | {name: value for name, value in inner.items() if name not in lines}
+
+
+def _behind(value: Any, prefix: str) -> Any:
+    """Return what a line of a table of this package gives, with its names behind a prefix."""
+    if isinstance(value, str):
+        return prefix + value
+    if isinstance(value, list):
+        return [_behind(one, prefix) for one in value]
+    return {key: _behind(one, prefix) if key in ("into", "beside") else one for key, one in value.items()}
 
 
 def known() -> tuple[str, ...]:
     """Return the names of the built-in tables."""
-    return tuple(_tables())
+    return tuple(name for name in _document() if name not in ("models", "values", "needs"))
 
 
-def _tables() -> dict[str, Any]:
+def models() -> tuple[str, ...]:
+    """Return each `model_type` that has a table."""
+    return tuple(_document()["models"])
+
+
+def less_one_models() -> tuple[str, ...]:
+    """Return each `model_type` whose models store the weights of norms less 1."""
+    return tuple(_document()["values"]["less_one"])
+
+
+def _document() -> dict[str, Any]:
     return read_toml(__package__, "tables.toml")
+
+
+def _entries(left: str, value: Any) -> list[Entry]:
+    return [_entry(left, one) for one in (value if isinstance(value, list) else [value])]
 
 
 def _entry(left: str, value: Any) -> Entry:
     about = {"into": [value]} if isinstance(value, str) else value
     if not isinstance(about, Mapping) or "into" not in about or not set(about) <= _KEYS:
-        raise FormatError(f"{left!r}: {value!r} is neither a name nor a table with `into` (and `cut`, `transpose`)")
+        raise FormatError(
+            f"{left!r}: {value!r} is neither a name nor a table with `into` (and {', '.join(sorted(_KEYS - {'into'}))})"
+        )
     into, cut, transpose = about["into"], about.get("cut", ""), about.get("transpose", False)
+    stack: Any = about.get("stack", "")
+    beside: Any = about.get("beside", "")
     names = [into] if isinstance(into, str) else into
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in (*names, cut, stack, beside)):
         raise FormatError(f"{left!r}: `into` is {into!r}, names are wanted")
     if cut not in _CUTS or len(names) not in _CUTS[cut]:
         raise FormatError(f"{left!r}: cut = {cut!r} into {len(names)} names: it is one of {', '.join(list(_CUTS)[1:])}")
-    for name in (left, *names):
+    for name in (left, *names, beside):
         if set(_FIELD.sub("", name)) & set("{}"):
             raise FormatError(f"{name!r} has a brace outside of a field such as {{l}}")
     fields = set(_FIELD.findall(left))
+    if stack and (stack not in fields or stack == "any" or stack.startswith("p") or len(names) != 1 or cut == "qkv"):
+        raise FormatError(
+            f"{left!r}: stack = {stack!r} takes a number of the left name, and one name into which it goes"
+        )
     for name in names:
-        if set(_FIELD.findall(name)) != fields:
+        if set(_FIELD.findall(name)) != fields - {stack}:
             raise FormatError(f"{left!r} and {name!r} have different fields: each has to stand on both sides")
-    return Entry(left, tuple(names), cut, bool(transpose))
+    if not set(_FIELD.findall(beside)) <= fields - {stack}:
+        raise FormatError(f"{left!r}: beside = {beside!r} has a field that the names have not")
+    return Entry(left, tuple(names), cut, bool(transpose), stack, beside)
 
 
 @functools.lru_cache(maxsize=4096)
 def pattern(name: str) -> re.Pattern[str]:
-    """Return the regular expression of a name with fields: {p} matches one word, other fields match a number.
+    """Return the regular expression of a name with fields: {p} is one word, {any} all of the rest, others are numbers.
 
     >>> pattern("layers.{l}.norm.{p}").fullmatch("layers.12.norm.weight").groupdict()
     {'l': '12', 'p': 'weight'}
@@ -93,7 +195,7 @@ def pattern(name: str) -> re.Pattern[str]:
             text += f"(?P={part})"
         else:
             seen.add(part)
-            text += rf"(?P<{part}>[^.]+)" if part.startswith("p") else rf"(?P<{part}>\d+)"
+            text += f"(?P<{part}>{'.+' if part == 'any' else '[^.]+' if part.startswith('p') else _NUMBER})"
     return re.compile(text)
 
 

@@ -1,0 +1,148 @@
+"""Choose the table of names for a model: by its `model_type`, and where nothing says it, by its names and shapes.
+
+Names decide only where one architecture, or several with the same result, have them. All else is an error that asks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ...core.specs import TensorSpec
+from ...errors import FormatError, some
+from ..megatron import is_gated, second_matrix
+from .rewrite import Heads
+from .table import Builtin, Entry, builtin, known, models, pattern, table
+
+_DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+_ASK = "or name a table: view.rename('llama')"
+
+
+def of_model(meta: Mapping[str, Any]) -> Builtin | None:
+    """Return the table for the `model_type` of config.json; None if there is no config.json, or it says none.
+
+    Raises FormatError if there is no table for it.
+    """
+    config = meta.get("config")
+    kind = config.get("model_type") if isinstance(config, dict) else None
+    if not isinstance(kind, str):
+        return None
+    if kind not in models():
+        raise FormatError(
+            f"config.json: there is no table of names for model_type {kind!r:.80}; there are {', '.join(models())}. "
+            "Give a table of your own, view.rename({...}), " + _ASK
+        )
+    return builtin(kind)
+
+
+def hugging_face(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> Builtin:
+    """Return the table from megatron-core's names to those of the Hugging Face family with this architecture.
+
+    Raises FormatError if no family has it.
+    """
+    name = _family(specs, args, heads)
+    if name is None:
+        raise FormatError(
+            f"no architecture with a table is like this model ({some(list(specs), 3)}); there are "
+            f"{', '.join(known())}. Give a table of your own, view.rename({{...}}), " + _ASK
+        )
+    if name == "nemotron" and not any(n.endswith((".layer_norm_bias", "layernorm.bias")) for n in specs):
+        return Builtin(name, "arcee")  # (the same names, with RMSNorm)
+    return Builtin(name, name)
+
+
+def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> str | None:
+    text = "\n".join(specs)
+    gated, experts, norms = _gated(specs, args), ".mlp.experts." in text, "layernorm.bias" in text
+    if any(name.startswith("language_model.decoder.") for name in specs):  # (one of several, with a vision tower)
+        return None
+    if ".mixer.in_proj." in text:
+        return "nemotron_h"
+    if ".linear_kv_down_proj." in text:
+        norm = ".kv_layernorm." in text or ".linear_kv_up_proj.layer_norm_" in text
+        return "deepseek" if gated and norm else None
+    if ".softmax_offset" in text:
+        return "gpt_oss" if gated and experts else None
+    if ".post_self_attn_layernorm." in text or ".post_mlp_layernorm." in text:
+        return "glm4" if gated and not experts else None
+    if ".post_layernorm." in text or ".post_feedforward_layernorm." in text:
+        return "gemma2" if gated and not experts else None
+    if gated and experts:
+        return _mixture(text)
+    if gated:
+        return "llama"
+    if experts:
+        return None
+    if "embedding.position_embeddings." in text:
+        return "gpt2"
+    many = heads is None or heads.queries == heads.groups  # GPT-NeoX has no groups
+    return "gpt_neox" if many and norms and "decoder.final_layernorm.bias" in text else "nemotron"
+
+
+def _mixture(text: str) -> str | None:
+    if ".shared_experts." in text:
+        return "qwen_moe" if ".shared_experts.gate_weight" in text else "glm_moe"
+    if ".router.expert_bias" in text:  # (several families, which name it differently)
+        return None
+    if ".q_layernorm." in text:
+        return "qwen_moe"
+    dense = re.search(r"\.layers\.\d+\.mlp\.linear_fc1\.weight", text)  # (Mixtral has none)
+    return "mixtral" if dense is None else None
+
+
+def megatron(specs: Mapping[str, TensorSpec]) -> Builtin:
+    """Return the table whose right side has these names.
+
+    Raises FormatError if no table has them, or if several do and give them different names.
+    """
+    names = {_DIGITS.sub("0", name): name for name in specs}
+    results = {}
+    for name in known():
+        entries = table(name)
+        found = {short: _result(short, entries, names) for short in names}
+        needed = Builtin(name, name).needs
+        if all(any(pattern(one).fullmatch(short) for short in names) for one in needed):
+            results[name] = {short: line for short, line in found.items() if line is not None}
+    most = max(map(len, results.values()), default=0)
+    best = [name for name, result in results.items() if len(result) == most]
+    if not most:
+        raise FormatError(
+            f"no table has names such as {some(list(specs), 3)} on the side of Hugging Face; there are "
+            f"{', '.join(known())}. Give a table of your own: view.rename({{...}}, reverse=True)"
+        )
+    if any(results[name] != results[best[0]] for name in best):
+        raise FormatError(
+            f"names such as {some(list(specs), 3)} are those of several architectures ({', '.join(best)}), and no "
+            f"config.json says which: put it beside the weights, or view.rename({best[0]!r}, reverse=True) names one"
+        )
+    return Builtin(best[0], best[0])
+
+
+def _result(name: str, entries: list[Entry], names: Mapping[str, str]) -> tuple[Any, ...] | None:
+    """Return what becomes of a name on the right side, or () for one of the left side, which stays; None if the table
+    has no entry whose names are all there."""
+    for entry in entries:
+        if pattern(entry.left).fullmatch(name):
+            return ()
+        for right in entry.right:
+            match = pattern(right).fullmatch(name)
+            if match is None or not all(one.format(**match.groupdict()) in names for one in entry.right):
+                continue
+            if entry.beside and entry.beside.format(**match.groupdict()) not in names:
+                continue
+            return entry.left, entry.right.index(right), entry.cut, entry.transpose, entry.stack
+    return None
+
+
+def _gated(specs: Mapping[str, TensorSpec], args: Any) -> bool:
+    """Return whether the first MLP matrix fuses gate and up: it has twice the rows that the second has columns."""
+    for name, spec in specs.items():
+        second = specs.get(second_matrix(name) or "")
+        if second is not None and len(spec.shape) == len(second.shape) == 2:
+            return spec.shape[0] == 2 * second.shape[1]
+        if name.endswith(".experts.weight1") and len(spec.shape) == 3:
+            second = specs.get(f"{name[:-1]}2")
+            if second is not None and len(second.shape) == 3:
+                return spec.shape[2] == 2 * second.shape[1]
+    return is_gated(args) is not False

@@ -1,0 +1,111 @@
+"""Layers that predict further tokens (MTP): a stack of their own in Megatron, behind the last layer at Hugging Face.
+
+``mtp.layers.0`` of megatron-core (transformer/multi_token_prediction.py `MultiTokenPredictionLayer`) is layer 61 of
+DeepSeek V3, whose decoder has the layers 0 to 60. Its transformer layer is ``transformer_layer`` until megatron-core
+0.16, later ``mtp_model_layer``. The tables name what it has in addition (`enorm`, `hnorm`, `eh_proj`,
+`final_layernorm`) as if it were a layer of the decoder. Megatron's names get that form before a table is applied, or
+lose it afterwards.
+
+Sources: Megatron-Bridge src/megatron/bridge/models/deepseek/common.py and glm/glm45_bridge.py, mbridge
+mbridge/models/deepseek_v3.py `_convert_mtp_param`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from ...core.specs import TensorSpec, renamed
+from ..tables import pattern
+from .table import Entry
+
+_OWN = ("enorm", "hnorm", "eh_proj", "final_layernorm")
+_INNER = ("transformer_layer", "mtp_model_layer")
+
+
+def has_mtp(entries: Iterable[Entry]) -> bool:
+    """Return whether a table has names for such layers."""
+    return any(".eh_proj." in entry.left and entry.left.startswith("decoder.") for entry in entries)
+
+
+def layers_of(meta: Mapping[str, Any]) -> int | None:
+    """Return how many layers the decoder has, by Megatron's args or Hugging Face's config; None if neither says."""
+    args, config = meta.get("args"), meta.get("config")
+    found = [getattr(args, "num_layers", None), config.get("num_hidden_layers") if isinstance(config, dict) else None]
+    return next((count for count in found if type(count) is int and count > 0), None)
+
+
+def as_decoder(
+    states: Mapping[str, Mapping[str, TensorSpec]], layers: int | None
+) -> Mapping[str, Mapping[str, TensorSpec]]:
+    """Return Megatron's tensors with those of MTP layers in layers behind the decoder's.
+
+    They keep their names if the number of the decoder's layers is not known.
+    """
+    if layers is None:
+        return states
+    return {state: _renamed(specs, lambda name: _behind(name, layers)) for state, specs in states.items()}
+
+
+def _behind(name: str, layers: int) -> str:
+    """Return the name of a tensor in a layer behind the decoder's.
+
+    >>> _behind("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight", 61), _behind("mtp.layers.0.enorm.weight", 61)
+    ('decoder.layers.61.mlp.linear_fc2.weight', 'decoder.layers.61.enorm.weight')
+    """
+    match = pattern("megatron.mtp_layer").fullmatch(name)
+    if match is None:
+        return name
+    head, _, rest = match[2].partition(".")
+    if head in _INNER:
+        return f"decoder.layers.{layers + int(match[1])}.{rest}"
+    return f"decoder.layers.{layers + int(match[1])}.{match[2]}" if head in _OWN else name
+
+
+def from_decoder(
+    states: Mapping[str, Mapping[str, TensorSpec]], layers: int | None
+) -> dict[str, dict[str, TensorSpec]]:
+    """Return Megatron's tensors with those of layers behind the decoder's in a stack of their own.
+
+    Where the number of the decoder's layers is not known, the first layer with an ``eh_proj`` is the first behind them.
+    """
+    found = {state: dict(specs) for state, specs in states.items()}
+    if layers is None:
+        own = [
+            m
+            for s in found.values()
+            for n in s
+            if (m := pattern("megatron.decoder_layer").match(n)) and ".eh_proj." in n
+        ]
+        layers = min((int(match[1]) for match in own), default=None)
+    if layers is None:
+        return found
+    first = layers
+    saved = {
+        spec.stored_as for specs in found.values() for spec in specs.values() if ".mtp_model_layer." in spec.stored_as
+    }
+    inner = _INNER[1] if saved else _INNER[0]
+    return {state: _renamed(specs, lambda name: _apart(name, first, inner)) for state, specs in found.items()}
+
+
+def _apart(name: str, layers: int, inner: str) -> str:
+    """Return the name of a tensor in Megatron's stack of MTP layers.
+
+    >>> _apart("decoder.layers.61.mlp.linear_fc2.weight", 61, "transformer_layer")
+    'mtp.layers.0.transformer_layer.mlp.linear_fc2.weight'
+    """
+    match = pattern("megatron.decoder_layer").match(name)
+    if match is None or int(match[1]) < layers:
+        return name
+    tail = name[match.end() :]
+    own = tail.partition(".")[0] in _OWN
+    return f"mtp.layers.{int(match[1]) - layers}.{tail if own else f'{inner}.{tail}'}"
+
+
+def _renamed(specs: Mapping[str, TensorSpec], new: Callable[[str], str]) -> dict[str, TensorSpec]:
+    found: dict[str, TensorSpec] = {}
+    for name, spec in specs.items():
+        other = new(name)
+        taken = other != name and (other in specs or other in found)  # what would be two of a name keeps its own
+        found[name if taken else other] = renamed(spec, name if taken else other)
+    return found

@@ -1,0 +1,186 @@
+"""Tiny models of transformers: names and shapes of what `save_pretrained` writes, for tests that have no time for it.
+
+``python -m tests.tiny_models`` records them anew, in tests/tiny_models.json, with the version of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+RECORDED = Path(__file__).with_suffix(".json")
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+_ROUTED = {
+    **_EXPERTS,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT = {
+    **_ROUTED,
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 6,
+}
+# `model_type` -> what its configuration has
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _DENSE,
+    "mistral": _DENSE,
+    "qwen2": {**_DENSE, "head_dim": 4},
+    "qwen3": {**_DENSE, "tie_word_embeddings": True},
+    "seed_oss": _DENSE,
+    "arcee": _DENSE,
+    "gemma": {**_DENSE, "tie_word_embeddings": True},
+    "gemma2": {**_DENSE, "tie_word_embeddings": True},
+    "gemma3_text": {**_DENSE, "tie_word_embeddings": True},
+    "phi3": {**_DENSE, "head_dim": 4},
+    "glm4": _DENSE,
+    "mixtral": {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "minimax_m2": {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_DENSE, **_EXPERTS, "head_dim": 4, "num_experts": 4, "shared_expert_intermediate_size": 12},
+    "qwen3_moe": {**_DENSE, **_EXPERTS, "num_experts": 4},
+    "olmoe": {**_DENSE, **_EXPERTS, "head_dim": 4, "num_experts": 4},
+    "glm4_moe": {**_DENSE, **_ROUTED, "use_qk_norm": True, "attention_bias": True},
+    "dots1": {**_DENSE, **_ROUTED},
+    "deepseek_v2": {**_DENSE, **_LATENT, "q_lora_rank": None},
+    "deepseek_v3": {**_DENSE, **_LATENT, "q_lora_rank": 8},
+    "glm4_moe_lite": {**_DENSE, **_LATENT, "q_lora_rank": 8},
+    "gpt_oss": {
+        **_DENSE,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "gpt2": {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32},
+    "gpt_neox": {**_DENSE, "num_key_value_heads": 4, "head_dim": 4},
+    "nemotron": _DENSE,
+    "nemotron_h": {
+        **_DENSE,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "attention", "moe", "mamba"],
+        "ssm_state_size": 4,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 4,
+        "n_groups": 2,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 8,
+        "moe_shared_expert_intermediate_size": 8,
+        "num_experts_per_tok": 1,
+    },
+    "mamba2": {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "state_size": 4,
+        "num_heads": 8,
+        "head_dim": 4,
+        "n_groups": 2,
+        "tie_word_embeddings": False,
+    },
+}
+_SEEING = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "out_hidden_size": 16,
+}
+CONFIGS |= {
+    "gemma3": {
+        "text_config": {**_DENSE, "model_type": "gemma3_text", "tie_word_embeddings": True},
+        "vision_config": {**_SEEING, "model_type": "siglip_vision_model"},
+        "mm_tokens_per_image": 4,
+        "tie_word_embeddings": True,
+    },
+    "qwen2_5_vl": {
+        "text_config": {**_DENSE, "head_dim": 4, "model_type": "qwen2_5_vl_text"},
+        "vision_config": {**_SEEING, "model_type": "qwen2_5_vl"},
+        "tie_word_embeddings": False,
+    },
+}
+# of these transformers writes all experts in one tensor if it is told not to write the older naming
+FUSED = ("mixtral", "qwen3_moe", "deepseek_v3")
+
+
+def config_of(model: str) -> dict[str, Any]:
+    """What config.json says."""
+    return {"model_type": model, **CONFIGS[model]}
+
+
+def recorded() -> dict[str, dict[str, list[int]]]:
+    """The names and shapes of each model, by `model_type`; those with fused experts as ``TYPE fused``."""
+    found: dict[str, dict[str, list[int]]] = json.loads(RECORDED.read_text())["models"]
+    return found
+
+
+def write(folder: Path, model: str) -> dict[str, torch.Tensor]:
+    """Write a folder of a recorded model with config.json, and return its tensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in recorded()[model].items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config_of(model.split()[0])))
+    return tensors
+
+
+def build(model: str) -> Any:
+    """The model itself, with random weights, of which none is 0 or 1 throughout."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    torch.manual_seed(0)
+    kind = AutoModelForImageTextToText if "vision_config" in CONFIGS[model] else AutoModelForCausalLM
+    built = kind.from_config(AutoConfig.for_model(**config_of(model))).float().eval()
+    with torch.no_grad():
+        for name, one in (*built.named_parameters(), *built.named_buffers()):
+            if one.is_floating_point() and "inv_freq" not in name:
+                one.add_(0.1 * torch.randn(one.shape))
+    return built
+
+
+def shapes(model: str, fused: bool = False) -> dict[str, list[int]]:
+    """The names and shapes in what transformers writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        build(model).save_pretrained(folder, save_original_format=not fused)
+        return {name: list(one.shape) for name, one in load_file(Path(folder) / "model.safetensors").items()}
+
+
+def main() -> None:
+    import transformers
+
+    models = {model: shapes(model) for model in CONFIGS} | {f"{model} fused": shapes(model, True) for model in FUSED}
+    lines = ",\n".join(f"{json.dumps(model)}: {json.dumps(found)}" for model, found in models.items())
+    RECORDED.write_text(f'{{"transformers": "{transformers.__version__}", "models": {{\n{lines}\n}}}}\n')
+
+
+if __name__ == "__main__":
+    main()
