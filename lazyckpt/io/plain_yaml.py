@@ -1,6 +1,6 @@
 """YAML documents of checkpoints as plain objects, within limits; no tag makes an object of a class.
 
-PyYAML reads the events of a document: by libyaml, where it was built with it, which is some ten times as fast. They are
+PyYAML reads the events of a document: by libyaml, where it was built with it, which is five times as fast. They are
 put together here, without recursion and without constructing objects of classes. A document is charged for what its
 aliases expand to, because whatever shows or writes it later visits every copy.
 """

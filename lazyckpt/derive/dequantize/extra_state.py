@@ -94,13 +94,12 @@ def _scales(data: bytes, where: str) -> NDArray[np.float32]:
     """Return ``scale_inv_fwd``. Raises DataError if there is none."""
     try:
         state, file = inner_pickle(data, where)
-        found = state.get("scale_inv_fwd") if isinstance(state, dict) else None
-        if found is None and isinstance(state, dict) and "scale_fwd" in state:
-            raise DataError(f"its {_KEY} has only scale_fwd, the scale of the next step")
-        if not isinstance(found, StoredTensor) or found.dtype is not F32 or len(found.shape) != 1:
-            raise DataError(f"its {_KEY} has no scale_inv_fwd")
-        return array_in(found, file, data)
+        table = state if isinstance(state, dict) else {}
+        found = table.get("scale_inv_fwd")
+        if isinstance(found, StoredTensor) and found.dtype is F32 and len(found.shape) == 1:
+            return array_in(found, file, data)
     except LazyckptError as e:
-        if str(e).startswith(f"its {_KEY}"):
-            raise
         raise DataError(f"its {_KEY} cannot be read: {e}") from e
+    if found is None and "scale_fwd" in table:
+        raise DataError(f"its {_KEY} has only scale_fwd, the scale of the next step")
+    raise DataError(f"its {_KEY} has no scale_inv_fwd")
