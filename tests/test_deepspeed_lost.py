@@ -243,3 +243,15 @@ def test_a_lost_file_of_expert_optimizer_states(kinds: dict[str, Case], tmp_path
     view = lazyckpt.open(_damaged(case, tmp_path / "copy", victim, "missing"))
     assert any(victim.name in line for line in view.problems)
     assert _wrong(case, view, victim.name, numbered=True) == ([], 0)
+
+
+@pytest.mark.parametrize("lost", [2, 3])
+def test_an_expert_in_the_place_of_another(kinds: dict[str, Case], tmp_path: Path, lost: int) -> None:
+    case = kinds["moe_zero1_fp32"]
+    copy = _copy(case.path, tmp_path / "copy")
+    victim = _tag(copy) / EXPERT.format(0, lost)
+    shutil.copyfile(_tag(copy) / EXPERT.format(0, 5 - lost), victim)
+    view = lazyckpt.open(copy)
+    assert ("inconsistent-metadata", victim.name) in {(p.code, Path(p.path or "").name) for p in view.problems}
+    wrong, raised = _wrong(case, view, victim.name, False)
+    assert wrong == [] and raised

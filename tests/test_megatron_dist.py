@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import pickle
 import shutil
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 
 import lazyckpt
 from lazyckpt.core.box import Box, c_strides
@@ -26,8 +28,11 @@ from lazyckpt.testing.contract import CHECKS, Check
 from lazyckpt.testing.counting import opened
 from lazyckpt.testing.oracle import indexed, keys, same
 
+from .index_caches import cache, entries, loads, opened_twice
 from .writers import Case
 from .writers.megatron_core import CASES, load_case
+
+__all__ = ["cache", "loads"]
 
 # buffers of the distributed optimizer as ranks hold them: what stands where follows from chunks and arguments
 BUCKETS = [name for name, spec in CASES.items() if spec.distributed and spec.dist == "dp_reshardable"]
@@ -421,3 +426,97 @@ def test_an_array_that_cannot_be(zarr_folder: tuple[Path, dict[str, torch.Tensor
     (line,) = view.problems
     assert (line.code, line.path) == ("unreadable-file", "decoder.layers.mlp.linear_fc2.weight") and ".zarray" in line
     assert "decoder.final_layernorm.weight" in view and not any("linear_fc2" in name for name in view)
+
+
+# -- states of Transformer Engine's modules: megatron/core/extensions/transformer_engine.py `_encode_extra_state`
+
+
+class _Planner(DefaultSavePlanner):
+    """megatron/core/dist_checkpointing/strategies/torch.py `MCoreSavePlanner`: objects are packed already."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        return object if isinstance(object, io.BytesIO) else super().transform_object(write_item, object)  # type: ignore[no-untyped-call]
+
+
+def _packed(value: Any) -> io.BytesIO:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer
+
+
+def _fp8_state(number: int, form: str) -> Any:
+    state = {"scale_fwd": torch.full((3,), float(number)), "amax_history_fwd": torch.rand(4, 3), "recipe": "delayed"}
+    if form == "pickle":  # since Transformer Engine 2
+        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8), state
+    return _packed(state), state
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["pickle", "bytes"])
+def test_states_of_modules_are_read_one_by_one(tmp_path: Path, form: str) -> None:
+    folder = tmp_path / "ckpt"
+    names = {
+        "decoder.layers.self_attention.linear_qkv._extra_state/shard_0_2": "decoder.layers.0.self_attention.linear_qkv",
+        "decoder.layers.self_attention.linear_qkv._extra_state/shard_1_2": "decoder.layers.1.self_attention.linear_qkv",
+        "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_1.3_2.4":
+            "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1",
+        "output_layer._extra_state/shard_0_1": "output_layer",
+    }  # fmt: skip
+    held = {key: _fp8_state(n, form) for n, key in enumerate(names)}
+    state: dict[str, Any] = {"output_layer.weight": torch.ones(4, 2), "rng_state/shard_0_1": [{"x": 1}]}
+    state |= {key: _packed([one]) for key, (one, _) in held.items()}
+    state["embedding._extra_state/shard_0_1"] = _packed([None])
+    save(state, storage_writer=FileSystemWriter(folder), planner=_Planner())
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    torch.save({"args": argparse.Namespace(fp8="hybrid", num_layers=2), "iteration": 1}, folder / "common.pt")
+    view = lazyckpt.open(folder)
+    assert list(view) == ["output_layer.weight"] and not view.problems
+    found: Any = view.meta["extra_states"]
+    assert set(found) == {*names.values(), "embedding"} and found["embedding"] is None
+    for key, (_, truth) in held.items():
+        one = found[names[key]]
+        assert one["recipe"] == "delayed"
+        for name in ("scale_fwd", "amax_history_fwd"):
+            assert torch.equal(torch.from_numpy(one[name].copy()), truth[name])
+    assert not any("_extra_state" in key for key in view.meta)
+    assert "extra_states" in view.to_dcp(tmp_path / "dcp").left_out
+    view.to_zarr(tmp_path / "zarr")
+    assert lazyckpt.open(tmp_path / "zarr").meta["extra_states"] == "<states of 5 modules, by name>"
+    torch.save({"args": argparse.Namespace(fp8=None), "iteration": 1}, folder / "common.pt")
+    assert "extra_states" not in lazyckpt.open(folder).meta
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_states_of_modules_are_in_the_index_cache(tmp_path: Path, cache: Path, loads: list[bool]) -> None:
+    packed, truth = _fp8_state(3, "pickle")
+    state = {"a.weight": torch.ones(2), "a._extra_state/shard_0_1": _packed([packed])}
+    save(state, storage_writer=FileSystemWriter(tmp_path / "ckpt"), planner=_Planner())
+    (tmp_path / "ckpt" / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"iteration": 1}, tmp_path / "ckpt" / "common.pt")
+    for view in opened_twice(tmp_path / "ckpt"):
+        found: Any = pickle.loads(pickle.dumps(view)).meta["extra_states"]
+        assert torch.equal(torch.from_numpy(found["a"]["scale_fwd"].copy()), truth["scale_fwd"])
+    assert loads == [False, True] and entries(cache)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_state_of_a_module_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    bad = torch.frombuffer(bytearray(pickle.dumps({"scale_fwd": _Runs()})), dtype=torch.uint8)
+    state = {
+        "a.weight": torch.ones(2),
+        "a._extra_state/shard_0_1": _packed([bad]),
+        "b._extra_state/shard_0_1": _packed([bad[:20].clone()]),
+    }
+    save(state, storage_writer=FileSystemWriter(tmp_path), planner=_Planner())
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"iteration": 1}, tmp_path / "common.pt")
+    found: Any = lazyckpt.open(tmp_path).meta["extra_states"]
+    assert "touch" in repr(found["a"]["scale_fwd"]) and not Path("executed").exists()
+    with pytest.raises(lazyckpt.CorruptError):
+        found["b"]
+
+
+class _Runs:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("executed"),)

@@ -91,6 +91,39 @@ def test_links_of_composer_that_lead_nowhere(copied: Any) -> None:
             lazyckpt.open(link)
 
 
+@pytest.mark.parametrize("case", ["composer_files", "composer_sharded"])
+def test_a_link_to_a_missing_save_is_a_problem(copied: Any, case: str) -> None:
+    run = copied(case)
+    last = "ep0-ba2-rank0.pt" if case == "composer_files" else "ep0-ba2"
+    name = next(iter(lazyckpt.open(run)))
+    os.rename(run / last, run.parent / last)
+    (run / "latest-rank0.pt").unlink(missing_ok=True)
+    os.symlink(f"/elsewhere/{last}", run / "latest-rank0.pt")
+    view = lazyckpt.open(run)
+    same(view[name][...], lazyckpt.open_run(run)[name][-1], name)
+    for problems in (view.problems, lazyckpt.open_run(run).problems):
+        assert [(p.code, p.path) for p in problems] == [("missing-file", last)]
+        assert "latest-rank0.pt" in problems[0]
+    with pytest.raises(lazyckpt.MissingFileError, match=last):
+        lazyckpt.open(run / "latest-rank0.pt")
+    (run / "latest-rank0.pt").unlink()
+    assert lazyckpt.open(run).problems == ()
+    (run / "latest-rank0.pt.symlink").write_text(f"bucket/run/{last}\n")
+    assert [(p.code, p.path) for p in lazyckpt.open(run).problems] == [("missing-file", last)]
+    os.rename(run.parent / last, run / last)
+    assert lazyckpt.open(run).problems == ()
+    (run / "latest-rank0.pt.symlink").write_text("")
+    assert [p.code for p in lazyckpt.open(run).problems] == ["unreadable-file"]
+
+
+def test_a_link_to_a_save_that_is_beside_it(copied: Any) -> None:
+    """A folder that was moved: the link has the path of another machine, and what it names was moved, too."""
+    run = copied("composer_files")
+    (run / "latest-rank0.pt").unlink(missing_ok=True)
+    os.symlink("/elsewhere/ep0-ba2-rank0.pt", run / "latest-rank0.pt")
+    assert lazyckpt.open(run).problems == ()
+
+
 def test_a_link_to_the_last_file_is_no_save(copied: Any) -> None:
     run = copied("composer_files")
     assert os.path.islink(run / "latest-rank0.pt") or (run / "latest-rank0.pt").exists()

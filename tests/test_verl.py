@@ -113,6 +113,16 @@ def test_damaged_documents(role: Path) -> None:
     assert "step" not in lazyckpt.open(role).meta
 
 
+@pytest.mark.parametrize("name", ["verl_megatron_flat", "verl_megatron_vpp"])
+def test_names_that_are_guessed_without_the_configuration(
+    verl_cases: Mapping[str, Case], name: str, tmp_path: Path
+) -> None:
+    role = Path(shutil.copytree(verl_cases[name].path, tmp_path / "role"))
+    (role / "transformer_config.json").unlink()
+    view = lazyckpt.open(role)
+    assert ("missing-metadata", "transformer_config.json") in [(p.code, p.path) for p in view.problems]
+
+
 def test_weights_of_two_kinds(role: Path, verl_cases: Mapping[str, Case]) -> None:
     shutil.copytree(
         verl_cases["verl_bridge"].path / "model" / "huggingface", role / "model" / "huggingface", dirs_exist_ok=True
@@ -146,3 +156,15 @@ def test_megatrons_layers_get_names_of_hugging_face(role: Path, tmp_path: Path) 
     again = lazyckpt.open(tmp_path / "model.safetensors")
     for name, tensor in view.items():
         same(again[name][...], tensor[...], name)
+
+
+def test_a_conversion_tells_of_states_under_other_names(verl_cases: Mapping[str, Case], tmp_path: Path) -> None:
+    """verl's default: weights under Hugging Face's names by a bridge, states of the optimizer under Megatron's."""
+    view = lazyckpt.open(verl_cases["verl_bridge"].path)
+    result = view.to_dcp(tmp_path / "dcp")
+    assert "decoder" in result.left_out["optim.state"]
+    again = lazyckpt.open(tmp_path / "dcp")
+    for state in view.states:
+        for name, tensor in view.states[state].items():
+            found = again.stored[f"fp32.{name}"] if state == "fp32" else again.states[state][name]
+            same(found[...], tensor[...], (state, name))

@@ -32,7 +32,7 @@ from ..core.box import Shape
 from ..core.dtypes import dtype_of
 from ..core.merkle import Form
 from ..derive.groups import param_groups, step_of
-from ..errors import DataError
+from ..errors import DataError, some
 from ..io.containers.pickle.plain import TensorRef
 from ..jobs.destination import Kind
 from ..jobs.plan import File, Writable, WritePlan
@@ -40,7 +40,7 @@ from ..jobs.publish import fingerprint
 from ..lazy import LazyArray, named
 from .options import WriteOptions
 from .torch import Held, Item, row
-from .training import Lost, restored
+from .training import Lost, NotLoaded, restored
 from .writer import BY_NAMES, NO_RANKS, WEIGHTS, View, Writer, check_names, forecast_of_states, plan_of_folder
 
 CHUNK = 32 << 20  # maximum bytes of a chunk, unless a single row is larger
@@ -124,6 +124,16 @@ def _state_dict(view: View, lost: Lost) -> _State:
     for moment in moments:
         for name, tensor in states[moment].items():
             state.add(("optim", "state", name, moment), tensor)
+    if view.state in WEIGHTS:
+        strange = [
+            n for n in {n: None for moment in moments for n in states[moment]} if f"model.{n}" not in state.paths
+        ]
+        if strange:
+            line = (
+                f"written under {len(strange):,} names that no tensor of the model has ({some(strange)}): dcp.load "
+                "does not give them to the optimizer of that model"
+            )
+            lost["optim.state"] = NotLoaded(line)
     if view.state in WEIGHTS:
         if "exp_avg" in states and "step" not in states:
             steps = step_of(view)

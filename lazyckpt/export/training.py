@@ -19,6 +19,7 @@ import torch
 from ..io.containers.pickle.plain import TensorRef
 from ..io.containers.pickle.records import Opaque
 from ..io.containers.pickle.values import namespace
+from ..io.plain_json import OnDemand
 
 Lost = dict[str, str]  # dotted path in the metadata -> reason why it is not written
 _GONE = object()
@@ -68,6 +69,9 @@ def _made(value: Any, path: str, tensor: Callable[[str], Any], lost: Lost, depth
     if isinstance(value, deque):
         parts = [inner(n, part) for n, part in enumerate(value)]
         return deque((None if part is _GONE else part for part in parts), value.maxlen)
+    if isinstance(value, OnDemand):
+        lost[path] = f"{value}, which are read when they are asked for"
+        return _GONE
     if isinstance(value, Opaque):
         lost[path] = f"a {value.module}.{value.name}, which cannot be written without importing it"
         return _GONE

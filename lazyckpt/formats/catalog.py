@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from ..core.index import Index
 from ..core.names import natural
-from ..errors import CorruptError, FormatError, LazyckptError, MissingFileError, Problem, only_one, some
+from ..errors import FormatError, LazyckptError, MissingFileError, Problem, only_one, some
 from ..io.storage.base import Entry, Store
+from . import links
 from .megatron.files import TRACKER, tracked
 from .orbax.steps import COMMITTED, is_step_name, is_temporary, steps, temporary
 from .reader import Reader, Source
@@ -47,8 +48,6 @@ _OTHER = re.compile(
 # Files that trainers write last. A folder that lacks one while other folders have it is an unfinished save.
 LAST = ("trainer_state.json", "random_states_0.pkl", "checkpoint_metadata.json", ".metadata.json", COMMITTED)
 _FINAL = "final"
-_LINK = ".symlink"
-_LONGEST = 4096  # bytes of a link's text
 _LATEST = "latest.txt"  # beside it, nanotron's folders are named by their step alone
 
 
@@ -81,7 +80,7 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
     if source.path:
         if source.tag is not None:
             raise MissingFileError(f"{source.where} is a file, there is no {source.tag!r} in it: open it without tag=")
-        source = _followed(source) if source.path.endswith(_LINK) else source
+        source = links.followed(source) if source.path.endswith(links.LINK) else source
         return source, read(source)
     if source.tag is not None:
         return _tagged(source, source.tag, read)
@@ -97,25 +96,6 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
             raise
     only = _sub(source, name, source.entries[name].is_dir)
     return only, read(only)
-
-
-def _followed(source: Source) -> Source:
-    """Return the checkpoint that a link of Composer names: a text with the path of a file or folder in its bucket
-    (composer/utils/file_helpers.py `create_symlink_file`). The link lies beside it, so the last part is enough.
-
-    Raises CorruptError for anything but a path, MissingFileError if the checkpoint is not there."""
-    text = bytes(source.store.read(source.path, 0, min(source.size, _LONGEST))) if source.size else b""
-    target = text.decode("utf-8", "replace").strip()
-    name = target.rstrip("/").rpartition("/")[2]
-    if source.size > _LONGEST or not name.isprintable() or name in ("", ".", "..") or name.endswith(_LINK):
-        raise CorruptError(f"{source.where} names no checkpoint: it is damaged. Open the checkpoint by its own path")
-    around = source.around()
-    entry = around.entries.get(name)
-    if entry is None:
-        raise MissingFileError(
-            f"{source.where} names {target[:200]!r}, and there is no {name[:80]!r} beside it: open that"
-        )
-    return _sub(around, name, entry.is_dir)
 
 
 def _tagged(source: Source, tag: str, read: Callable[[Source], Index]) -> tuple[Source, Index]:

@@ -18,6 +18,7 @@ from ..io.storage.cache import configured
 from ..io.storage.mounts import mode_of
 from ..io.storage.urls import is_url
 from ..io.system import after_fork
+from . import links
 from .archives import locate
 from .cache.folder import enabled
 from .cache.opening import Cached
@@ -167,7 +168,7 @@ def opened(
     def read(source: Source) -> Index:
         return cached_index(source, format) if cache else index_of(source, format)
 
-    source = Source(store, name, tag, rules)
+    asked = source = Source(store, name, tag, rules)
     if is_url(url) and not name and not unfinished and store.listable and JOB in source.entries:
         raise MissingFileError(
             f"{source.where}: an export is being written there, or was interrupted. Run the same export again: it goes "
@@ -176,6 +177,8 @@ def opened(
     # of a large checkpoint, also finding out what to read takes long
     known = recalled(source, format) if cache and enabled() and is_large(source) else None
     source, index = read_one(source, read) if known is None else (source, known)
+    if tag is None and (gone := links.lost(asked)):
+        index = replace(index, problems=(*gone, *index.problems))
     if not is_url(url):  # listing a remote folder is expensive or impossible
         index = _one_of_many(source, index)
     elif unknown := [path for path, pin in index.pins.items() if not (pin.version or pin.mtime_ns)]:

@@ -37,6 +37,10 @@ _EXACT = 1 << 63  # larger integers are written as text: other JSON readers use 
 _FIELDS = {"args": tuple, "kwargs": object, "state": object, "items": list, "entries": dict}
 
 
+class OnDemand:
+    """A part of `view.meta` that is read from the checkpoint when it is asked for. Documents have its text."""
+
+
 def encode(value: Any, where: str = "meta") -> Any:
     """Convert an object to what `json.dumps` accepts. Raises DataError, naming the place, for an object of another
     type, and for input that is too deep or too large (a pickle may contain one object in a thousand places)."""
@@ -67,6 +71,8 @@ def _encode(value: Any, where: str, left: list[int]) -> Any:
         if value.args is not None:
             known.setdefault("args", {"$tuple": []})
         return {"$opaque": {"module": _text(value.module), "name": _text(value.name), **known}}
+    if isinstance(value, OnDemand):
+        return _text(repr(value))
     if isinstance(value, argparse.Namespace):
         return {"$namespace": _pairs(vars(value), where, left)}
     if isinstance(value, Mapping):

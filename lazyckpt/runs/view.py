@@ -34,7 +34,9 @@ from ..errors import (
 )
 from ..formats.archives import locate
 from ..formats.catalog import OPENERS, Found, find, recorded_step, unfinished
+from ..formats.links import lost
 from ..formats.orbax.steps import temporary
+from ..formats.reader import Source
 from ..formats.shared.announce import listing
 from ..io.storage.base import Store, closed_error
 from ..io.storage.joined import Joined
@@ -525,7 +527,8 @@ class Line:
         table, problems = self.table, list(self._ordered[1])
         self._open_all([found[0] for found in table.values()])
         late = unfinished(self.store, self.found)
-        problems += temporary(listing(self.store), {"step": max(table, default=-1)})
+        here = listing(self.store)
+        problems += [*temporary(here, {"step": max(table, default=-1)}), *lost(Source(self.store, listings={"": here}))]
         checkpoints: list[Checkpoint] = []
         notes: dict[Problem, list[int]] = {}
         for step, found in table.items():

@@ -185,7 +185,8 @@ class Writable(Derivable[View]):
         -------
         WriteResult
             The folder. ``left_out`` has the parts of ``meta`` that are not written (objects whose class would have to
-            be imported): dotted path -> reason.
+            be imported), and "optim.state" where the states of the optimizer have names that no tensor of the model
+            has (as in the source): dotted path -> reason.
 
         Raises
         ------

@@ -419,7 +419,8 @@ def run_schedule(
     )
 
 
-def start(spec: MegatronSpec) -> None:
+def start(spec: MegatronSpec, instances: int = 1) -> None:
+    """``instances``: groups of data-parallel ranks, each of which holds the whole state of the optimizer."""
     from megatron.core import mpu, tensor_parallel
     from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
@@ -432,6 +433,7 @@ def start(spec: MegatronSpec) -> None:
         expert_model_parallel_size=spec.ep,
         expert_tensor_parallel_size=spec.etp,
         create_gloo_process_groups=True,
+        num_distributed_optimizer_instances=instances,
     )
     torch.manual_seed(spec.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(spec.seed, force_reset_rng=True)

@@ -18,10 +18,10 @@ import sys
 import tempfile
 import warnings
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,16 @@ from .megatron_truth import _merge, _whole_name
 
 __all__ = ["CASES", "load_case", "write_all"]
 
+
+@dataclass(frozen=True)
+class HybridSpec(MegatronSpec):
+    """A run of hybrid FSDP: the ``dp`` ranks are ``instances`` groups that hold the same weights. ``outer``: whether
+    the states of the optimizer are the same in each group, or cut over all ranks."""
+
+    instances: int = 1
+    outer: Literal["no_shard", "optim"] = "no_shard"
+
+
 SHARDED = MegatronSpec(distributed=True, bf16=True)  # (gated layers are found only below a Float16Module)
 CASES: dict[str, MegatronSpec] = {
     "single": replace(SHARDED, seed=30),
@@ -42,6 +52,8 @@ CASES: dict[str, MegatronSpec] = {
     "tp2_dp2": replace(SHARDED, tp=2, dp=2, groups=2, bias=True, norm="LayerNorm", seed=34),
     "dp2_ep2": replace(SHARDED, dp=2, ep=2, experts=4, shared=12, seed=35),
     "tp2_dp2_mla": replace(SHARDED, tp=2, dp=2, mla=True, seed=36),
+    "dp4_hybrid": HybridSpec(distributed=True, bf16=True, dp=4, instances=2, groups=2, seed=37),
+    "dp4_hybrid_optim": HybridSpec(distributed=True, bf16=True, dp=4, instances=2, outer="optim", seed=38),
 }
 
 
@@ -120,7 +132,14 @@ def prepare(spec: MegatronSpec, chunk: Any) -> tuple[Any, Any]:
     from megatron.core.transformer.module import Float16Module
 
     config = chunk.config
+    hybrid: dict[str, Any] = {}
+    if isinstance(spec, HybridSpec):
+        hybrid = {
+            "num_distributed_optimizer_instances": spec.instances,
+            "outer_dp_sharding_strategy": spec.outer,
+        }
     ddp = DistributedDataParallelConfig(
+        **hybrid,
         use_distributed_optimizer=True,
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy="optim_grads_params",
@@ -144,6 +163,8 @@ def prepare(spec: MegatronSpec, chunk: Any) -> tuple[Any, Any]:
     optimizer = get_megatron_optimizer(options, [model])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
+    if hybrid:
+        config.no_sync_func = model.no_sync  # as Megatron-LM: the groups reduce after the last microbatch
     model.config = config
     return model, optimizer
 
@@ -165,7 +186,7 @@ def as_fused(optimizer: Any, after: bool) -> None:
 
 
 def _case(spec: MegatronSpec, rank: int, out: Path) -> None:
-    start(spec)
+    start(spec, spec.instances if isinstance(spec, HybridSpec) else 1)
     (chunk,) = build(spec)
     model, optimizer = prepare(spec, chunk)
     fused = spec.dp > 1

@@ -172,6 +172,8 @@ def _local(name: str, state: str, copies: list[dict[str, Any]]) -> Tensor:
     else:
         value = torch.full((torch.Size(copies[0]["shape"]).numel(),), float("nan"))
         for span, part in zip(spans, values, strict=True):
+            known = value[slice(*span)]  # of another rank, if several hold the same elements
+            assert known.isnan().all() or torch.equal(known, part.float()), (name, state)
             value[slice(*span)] = part
         assert not value.isnan().any(), (name, state)
         value = value.view(copies[0]["shape"])

@@ -16,19 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...core.box import c_strides
-from ...core.dtypes import F32, U8, DType
-from ...errors import CorruptError, DataError, LazyckptError
-from ...io.containers.pickle.machine import Pickle
-from ...io.containers.pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage
+from ...core.dtypes import F32, U8
+from ...errors import DataError, LazyckptError
+from ...formats.shared.inner_pickle import array_in, inner_pickle
+from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque
-from ...io.containers.torch_file import TorchFile, is_torch_file, read_torch_file
-from ...io.reading.packed import Memory
 from .model import Model
 
 _KEY = "_extra_state"
 _NUMBERS = {"weight": 1, "fc1_weight": 1, "fc2_weight": 4}  # the number of a weight among a module's tensors
-_NAME = "extra_state"
 
 
 def has_scales(model: Model, name: str) -> bool:
@@ -61,7 +57,7 @@ def scale_of(model: Model, name: str) -> tuple[float, tuple[str, ...]]:
         data = b"" if found is None else found
     if not data:
         raise DataError(f"its {_KEY} is empty")
-    scales = _scales(model, data, f"{model.view.root} ({beside})")
+    scales = _scales(data, f"{model.view.root} ({beside})")
     number = _NUMBERS[last]
     if len(scales) <= number:
         raise DataError(f"its {_KEY} has {len(scales)} scales: none for the weight")
@@ -94,57 +90,16 @@ def _down(value: Any, path: str) -> Any:
     return None
 
 
-def _scales(model: Model, data: bytes, where: str) -> NDArray[np.float32]:
+def _scales(data: bytes, where: str) -> NDArray[np.float32]:
     """Return ``scale_inv_fwd``. Raises DataError if there is none."""
-    file: TorchFile | None = None
     try:
-        if is_torch_file(data[:512]):
-            read = read_torch_file(Memory(model.view._store, _NAME, data), _NAME)
-            file, state = read, read.root
-        else:
-            state = Pickle(data, where, {**REBUILD, **_LOADED}, persistent_storage).value
-        found = state.get("scale_inv_fwd") if isinstance(state, dict) else None
-        if found is None and isinstance(state, dict) and "scale_fwd" in state:
-            raise DataError(f"its {_KEY} has only scale_fwd, the scale of the next step")
-        if not isinstance(found, StoredTensor) or found.dtype is not F32 or len(found.shape) != 1:
-            raise DataError(f"its {_KEY} has no scale_inv_fwd")
-        return _values(found, file, data)
-    except DataError:
-        raise
+        state, file = inner_pickle(data, where)
+        table = state if isinstance(state, dict) else {}
+        found = table.get("scale_inv_fwd")
+        if isinstance(found, StoredTensor) and found.dtype is F32 and len(found.shape) == 1:
+            return array_in(found, file, data)
     except LazyckptError as e:
         raise DataError(f"its {_KEY} cannot be read: {e}") from e
-
-
-def _values(tensor: StoredTensor, file: TorchFile | None, data: bytes) -> NDArray[np.float32]:
-    if tensor.strides != c_strides(tensor.shape) or tensor.storage is None:
-        raise DataError(f"its {_KEY} has scale_inv_fwd with strides {tensor.strides}")
-    if tensor.storage.data is not None:
-        raw, at = tensor.storage.data, tensor.offset * 4
-    elif file is not None:
-        raw, at = data, file.extent(tensor, "scale_inv_fwd").offset
-    else:
-        raise DataError(f"its {_KEY} has scale_inv_fwd without its data")
-    if at + tensor.shape[0] * 4 > len(raw):
-        raise CorruptError("scale_inv_fwd is longer than its data")
-    return np.frombuffer(raw, "<f4", tensor.shape[0], at)
-
-
-def _load_from_bytes(data: Any) -> StoredStorage:
-    """Return the storage that `pickle.dumps` of a tensor has inside, as bytes of `torch.save`."""
-    if not isinstance(data, bytes):
-        raise TypeError("no bytes of a storage")
-    file = read_torch_file(Memory(_NOWHERE, _NAME, data), _NAME)
-    root = file.root
-    if not isinstance(root, StoredStorage):
-        raise TypeError("no storage")
-    record = file.records[root.key]
-    dtype: DType | None = root.dtype
-    return StoredStorage(root.key, dtype, root.numel, root.location, None, data[record.offset :][: record.nbytes])
-
-
-class _Nowhere:
-    root = "an _extra_state"
-
-
-_NOWHERE: Any = _Nowhere()
-_LOADED = {("torch.storage", "_load_from_bytes"): _load_from_bytes}
+    if found is None and "scale_fwd" in table:
+        raise DataError(f"its {_KEY} has only scale_fwd, the scale of the next step")
+    raise DataError(f"its {_KEY} has no scale_inv_fwd")

@@ -21,6 +21,7 @@ from ...io.reading.packed import Memory
 from ...io.storage.base import Store
 from ...io.storage.local import LocalStore
 from ..dcp.objects import Meta, Objects, Stored
+from ..megatron.extra_states import ExtraMeta
 from ..torch_save import Indexed, RankStored
 from .folder import Refused
 from .tables import Rows, TableEncoder, specs_of
@@ -136,6 +137,8 @@ class _EncodedIndex:
         if isinstance(mapping, Stored):
             specs, objects = mapping.parts
             return ["tensors and objects", self._tables.table(specs), self._objects(objects)]
+        if isinstance(mapping, ExtraMeta):
+            return ["extra states", self._objects(mapping.states.objects)]
         if isinstance(mapping, Meta):
             objects, below, places = mapping.parts
             return ["objects", self._objects(objects), self._encoder.value(below), self._encoder.value(dict(places))]
@@ -234,6 +237,8 @@ class _DecodedIndex:
                 return Stored(specs, self._objects(rest[1]))
             case "objects":
                 return Meta.of(self._objects(rest[0]), decode(rest[1]), decode(rest[2]))
+            case "extra states":
+                return ExtraMeta(self._objects(rest[0]))
             case "table":
                 return specs_of(self._decoder, self._rows, rest[0])
             case "values":

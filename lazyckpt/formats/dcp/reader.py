@@ -71,7 +71,8 @@ def in_folder(store: Store, folder: str = "", wanted: Callable[[str], bool] = la
     building = _Building(store, metadata, problems)
     building.announce()
     tensors = {key: building.tensor(key, tensor) for key, tensor in metadata.tensors.items()}
-    others = {key: item for key, item in building.objects().items() if wanted(key)}
+    items = building.objects()
+    others = {key: item for key, item in items.items() if wanted(key)}
     objects = Objects(store.pinned(building.files), others)
     building.tell(listed, folder)
     few = len(objects.items) <= _FEW
@@ -94,6 +95,7 @@ def in_folder(store: Store, folder: str = "", wanted: Callable[[str], bool] = la
         aliases={} if building.shards else _ties(metadata),
         reshaped=metadata.reshaped,
         stored={key: spec for key, (_, spec) in found.items()} if few else Stored(tensors, objects),
+        unwanted={key: item for key, item in items.items() if key not in others},
         problems=problems,
     )
 

@@ -215,8 +215,8 @@ class RankFiles:
     left_over: list[str] = field(default_factory=list)
     """Files of an older save under the same tag that a newer save did not overwrite because it names them differently.
     Only the modification times show which is newer. (`keep_one_save` sorts out other kinds of files.)"""
-    copies: list[str] = field(default_factory=list)
-    """Files of FastPersist that other ranks wrote, too: the lowest rank's is read."""
+    copies: dict[str, list[str]] = field(default_factory=dict)
+    """Files of FastPersist that several ranks wrote: path of the lowest writer's -> those of the others."""
 
     def __bool__(self) -> bool:
         return bool(self.model or self.zero_model or self.optim or self.layers or self.universal)
@@ -231,12 +231,14 @@ def rank_files(folder: str, names: Mapping[str, Entry]) -> RankFiles:
         if known is None:
             group[key] = path
         elif _same_writers(known, path):  # names are sorted: the lowest rank that wrote it is known
-            files.copies.append(path)
+            files.copies.setdefault(known, []).append(path)
         else:
             newer = names[name].info.mtime_ns >= names[known.rpartition("/")[2]].info.mtime_ns
             if newer:
                 group[key] = path
-            files.left_over.append(known if newer else path)
+                files.left_over += [known, *files.copies.pop(known, ())]
+            else:
+                files.left_over.append(path)
 
     for name in sorted(names, key=natural):
         match parse_ckpt_name(name):
@@ -255,6 +257,18 @@ def rank_files(folder: str, names: Mapping[str, Entry]) -> RankFiles:
     for table in files.by_prefix.values():
         files.optim.update(table)
     return files
+
+
+def writer_of(path: str) -> tuple[int, int] | None:
+    """Return (which of the writers of FastPersist wrote a file, how many there are); None for files of one writer."""
+    match = _WRITTEN_BY.fullmatch(path.rpartition("/")[2])
+    return (int(match["writer"]), int(match["writers"])) if match else None
+
+
+def path_of_writer(path: str, writer: int) -> str:
+    """Return the path of another writer's copy of a file of FastPersist."""
+    name, end = _written_by(path)
+    return f"{name}-{writer}{end[end.index('.') :]}"
 
 
 def _same_writers(path: str, other: str) -> bool:

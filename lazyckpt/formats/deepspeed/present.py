@@ -25,6 +25,7 @@ from ..shared.rank_shards import Shard, Shards, missing
 from .building import Building, Shapes, table, tensors_in
 from .files import RankFiles
 from .plainopt import numbered_groups
+from .weights import expert_in
 
 K = TypeVar("K")
 
@@ -160,11 +161,11 @@ def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], s
     weights = shards["weights"]
     ranks = sorted({mp for _, _, mp in files.experts})
     for layer, count in enumerate(num_experts(model, files)):
-        sibling = next(((k[1], s) for k in files.experts if k[0] == layer if (s := _shapes(b, files.experts[k]))), None)
+        sibling = next((s for k in files.experts if k[0] == layer if (s := _own(b, k[1], files.experts[k]))), None)
         for expert in range(count):
             for mp in ranks:
                 path = files.experts.get((layer, expert, mp))
-                if path is not None and _shapes(b, path):
+                if path is not None and any(expert_in(name) in (None, expert) for name in _shapes(b, path)):
                     continue
                 if path is None:
                     path = f"{files.folder}/layer_{layer}_expert_{expert}_mp_rank_{mp:02d}_model_states.pt".lstrip("/")
@@ -174,9 +175,15 @@ def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], s
                 known, tensors = sibling or (0, {})
                 for name, (shape, dtype) in tensors.items():
                     own = name.replace(f".deepspeed_experts.{known}.", f".deepspeed_experts.{expert}.")
-                    hole = Hole(path, f"{path} is missing, or cannot be read")
+                    hole = Hole(path, f"{path} is missing, or cannot be read, or is that of another expert")
                     weights.setdefault(own, {})[mp % b.tp] = missing(hole, shape, dtype)
     return shards
+
+
+def _own(b: Building, expert: int, path: str) -> tuple[int, dict[str, tuple[Shape, Any]]] | None:
+    """Return an expert's number and the tensors in its file; None if it holds none of this expert."""
+    found = {name: kind for name, kind in _shapes(b, path).items() if expert_in(name) in (None, expert)}
+    return (expert, found) if found else None
 
 
 def _shapes(b: Building, path: str) -> dict[str, tuple[Shape, Any]]:

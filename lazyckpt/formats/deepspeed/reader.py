@@ -36,7 +36,15 @@ from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_f
 from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers, without_repeats
 from .plainopt import named_shapes, numbered_groups
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
-from .weights import announce_rest, copies, expert_shards, module_shards, report_fused_attention, sharded_rest
+from .weights import (
+    announce_rest,
+    compare_writers,
+    copies,
+    expert_shards,
+    module_shards,
+    report_fused_attention,
+    sharded_rest,
+)
 from .zenflow import turn_back, uses_zenflow
 from .zero0 import optimizer_states, ties_of_plain_optimizers, undecided_optimizers, with_undecided
 
@@ -55,6 +63,7 @@ def read(source: Source) -> Index:
     stages = read_stages(b, source, files)
     if files.zero_model:
         announce_rest(b, files, stages.values())
+    compare_writers(b, files, stages.values())
     first = stages[min(stages)]
     degree = data_parallel_degree(first.model, files, b.ranks)
     b.world = shard_size(b, files, first, degree) if files.zero_model else degree
@@ -178,7 +187,7 @@ def read_stages(b: Building, source: Source, files: RankFiles) -> dict[int, Stag
     (With ZeRO-3 every data-parallel rank's model states name the same parameters: the lowest readable rank's are
     used.)"""
     keep_one_save(b, files)
-    copies: dict[int, list[str]] = {mp: [path] for mp, path in files.model.items()}
+    copies: dict[int, list[str]] = {mp: [path, *files.copies.get(path, ())] for mp, path in files.model.items()}
     for (_, mp), path in sorted(files.zero_model.items()):
         copies.setdefault(mp, []).append(path)
     paths = {mp: same[0] for mp, same in sorted(copies.items())}

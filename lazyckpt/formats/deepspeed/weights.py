@@ -7,6 +7,7 @@ Sources: runtime/engine.py `_save_checkpoint`, `_save_moe_checkpoint`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from math import prod
 from typing import Any
 
@@ -22,21 +23,38 @@ from ..shared.flat import Alike, FlatFragments, Piece
 from ..shared.rank_shards import Shard, Shards
 from ..torch_save import crc_of, whole_storage
 from .autoep import layer_of, stacked_files
-from .building import Building, Stage, buffer_names, local, shapes_of, table, tensors_in
-from .files import RankFiles, name_of_rank
+from .building import Building, Stage, buffer_names, check_ranks, local, shapes_of, table, tensors_in
+from .files import RankFiles, name_of_rank, path_of_writer, writer_of
 
 
 def expert_shards(b: Building, files: RankFiles) -> Shards:
     """Read the experts' weights from their own files, where they have global ids."""
     names: dict[str, dict[int, Shard]] = {}
-    for (_, _, mp), path in files.experts.items():
+    for (_, expert, mp), path in files.experts.items():
         try:
             file = b.file(path)
+            others = []
             for name, tensor in tensors_in(file, file.root).items():
-                names.setdefault(name, {})[mp % b.tp] = local(file, name, tensor, Rank(tp=mp % b.tp))
+                if expert_in(name) in (None, expert):
+                    names.setdefault(name, {})[mp % b.tp] = local(file, name, tensor, Rank(tp=mp % b.tp))
+                else:
+                    others.append(name)
+            if others:
+                line = f"{path} holds tensors of another expert ({some(others)}): it is another file, not used"
+                b.report(Problem("inconsistent-metadata", line, path))
         except LazyckptError as e:
             b.report(cannot_read(path, e, ", its expert is lost"))
     return {"weights": stacked_files(b, names, b.placements)}
+
+
+def expert_in(name: str) -> int | None:
+    """Return the number of the expert in a tensor's name; None if there is none.
+
+    >>> expert_in("moe.deepspeed_moe.experts.deepspeed_experts.3.fc.weight")
+    3
+    """
+    number = name.partition(".deepspeed_experts.")[2].partition(".")[0]
+    return int(number) if number.isascii() and number.isdecimal() and len(number) < 8 else None
 
 
 def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[str, str], rank: Rank) -> Shards:
@@ -122,10 +140,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
         for (name, _), crc in zip(checked, crcs, strict=False):
             if crc not in (buffers[name], None):
                 differ.setdefault(name, []).append(dp)
-    for name, others in differ.items():
-        where = f"rank{'s' if len(others) > 1 else ''} {some(others, 8)}"
-        line = f"the buffer {name!r} differs on {where}: the lowest rank's is read (the others: view.stored)"
-        b.report(Problem("differing-replicas", line, name))
+    _report_differing(b, differ, buffers.keys())
     frozen: dict[str, dict[int, Shard]] = {}
     for n, name in enumerate(shapes):
         mine = tuple(of_file[n] for of_file in pieces)
@@ -135,6 +150,69 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
             fragments_ = FlatFragments(shape, -(-prod(shape) // b.world), Alike(ranks, mine))
             frozen[name] = {rank.tp: Shard(shape, dtype, fragments_)}
     return {"fp32": frozen}
+
+
+def _report_differing(b: Building, differ: Mapping[str, list[int]], buffers: AbstractSet[str]) -> None:
+    """Report tensors of which some ranks saved other values than the rank that is read. ``differ``: name -> ranks."""
+    for name, others in differ.items():
+        what = "buffer" if name in buffers else "tensor"
+        where = f"rank{'s' if len(others) > 1 else ''} {some(others, 8)}"
+        line = f"the {what} {name!r} differs on {where}: the lowest rank's is read (the others: view.stored)"
+        b.report(Problem("differing-replicas", line, name))
+
+
+def compare_writers(b: Building, files: RankFiles, stages: Iterable[Stage]) -> None:
+    """Compare what the writers of FastPersist saved of the same model states, and report copies that are missing.
+
+    All data-parallel writers save the model states of ZeRO-0 to 2, each with its own buffers; with experts, only the
+    first writer does (runtime/engine.py `_save_checkpoint`, `_save_moe_checkpoint`). ``io_multiplier`` counts each
+    writer several times (runtime/model_checkpointing/writer_factory.py `create_writer`)."""
+    for stage in stages:
+        path = stage.file.path
+        by = writer_of(path)
+        if by is None:
+            continue
+        known = next((first for first, others in files.copies.items() if path in (first, *others)), path)
+        written = dict.fromkeys((known, *files.copies.get(known, ())))
+        check_ranks(by[1], "writers", len(written), path)
+        expected = 1 if stage.model.get("num_experts") else by[1] // _multiplier(stage)
+        lost = [one for n in range(expected) if (one := path_of_writer(path, n)) not in written]
+        if lost:
+            line = f"{len(lost):,} of {max(expected, 1):,} copies of the model states are missing ({some(lost)})"
+            what = "the buffers of their ranks are lost"
+            if lost[0] == path_of_writer(path, 0):
+                what += f"; those of {path} are read, which may differ"
+            b.report(Problem("missing-file", f"{line}: {what}", only_one(lost)))
+        _compare(b, stage, [one for one in written if one != path])
+
+
+def _multiplier(stage: Stage) -> int:
+    at = stage.model.get("ds_config")
+    for key in ("checkpoint", "writer", "io_multiplier"):
+        at = at.get(key) if isinstance(at, dict) else None
+    return at if type(at) is int and at > 0 else 1
+
+
+def _compare(b: Building, stage: Stage, others: list[str]) -> None:
+    """Report the tensors of a module that differ in other writers' files, by the checksums of the zips."""
+    announce(b.store, others)
+    tensors = tensors_in(stage.file, stage.model.get("module"))
+    first = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := crc_of(stage.file.records, t)) is not None}
+    differ: dict[str, list[int]] = {}
+    for path in others:
+        try:
+            file = b.file(path, keep=False)
+            module = tensors_in(file, table(file, table(file, file.root).get("module")))
+        except LazyckptError as e:
+            b.report(cannot_read(path, e))
+            continue
+        writer, _ = writer_of(path) or (0, 0)
+        for name, crc in first.items():
+            other = module.get(name)
+            alike = other is not None and (other.shape, other.dtype) == (tensors[name].shape, tensors[name].dtype)
+            if other is None or not alike or crc_of(file.records, other) not in (crc, None):
+                differ.setdefault(name, []).append(writer)
+    _report_differing(b, differ, buffer_names(stage.model))
 
 
 def _is_whole(b: Building, path: str) -> bool:

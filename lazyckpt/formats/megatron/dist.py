@@ -41,6 +41,7 @@ from ..zarr.grid import Array, Packing
 from ..zarr.metadata import array_v2
 from ..zarr.packing import NoTensorError
 from .described import CONTEXT, STATE, WEIGHTS, Described, contradictions, described, described_by_context
+from .extra_states import EXTRA, extra_meta
 from .files import find_iteration, unfinished
 from .mesh import mesh_of
 from .reshardable import by_parameter
@@ -254,12 +255,14 @@ def read(store: Store, *folders: str, about: Described | None = None) -> Index:
     states |= next((steps for common in commons if (steps := _steps(common, states))), {})
     problems += contradictions(about, states.get("weights", {}), (path[0] for path in tensors.objects if path))
     more = about.meta if args is None or args is own else {"args": args, **about.meta}
+    extra = extra_meta(store.pinned(tensors.files), tensors.unwanted, args)
+    meta = [*([more] if more else []), whole.meta, *([] if extra is None else [extra])]
     return Index(
         format=whole.format,
         states=states or {"weights": {}},
         files={**whole.files, **about.files},
         stored=whole.stored,
-        meta=ChainMap(more, whole.meta) if more else whole.meta,  # type: ignore[arg-type]
+        meta=ChainMap(*meta) if len(meta) > 1 else whole.meta,  # type: ignore[arg-type]
         mesh=mesh_of(args),
         problems=(*problems, *tensors.problems, *unknown),
     )
@@ -285,6 +288,7 @@ def _union(parts: Sequence[Member], problems: list[Problem]) -> Member:
         files={path: info for part in parts for path, info in part.files.items()},
         stored=ChainMap(*(part.raw for part in parts)),  # type: ignore[arg-type]
         reshaped={key: shape for part in parts for key, shape in part.reshaped.items()},
+        unwanted={key: item for part in parts for key, item in part.unwanted.items()},
         problems=[line for part in parts for line in part.problems],
     )
 
@@ -311,7 +315,7 @@ def _backend(store: Store, folder: str, problems: list[Problem]) -> str:
 def _tensors(store: Store, folder: str, backend: str) -> Member:
     if backend == "zarr":
         return in_folder(store, folder)
-    return dcp.in_folder(store, folder, lambda key: "_extra_state/" not in key)
+    return dcp.in_folder(store, folder, lambda key: f".{EXTRA}" not in key)
 
 
 def _states(member: Member, args: Any) -> tuple[dict[str, dict[str, TensorSpec]], list[Problem]]:

@@ -40,6 +40,8 @@ class Member:
     """Raw names that share memory: later name -> first name."""
     reshaped: Mapping[str, Shape] = field(default_factory=dict)
     """Raw names of tensors that were reshaped for saving -> their original shapes."""
+    unwanted: Mapping[str, Any] = field(default_factory=dict)
+    """The places of objects that the caller did not want: they are not in ``objects`` and ``meta``."""
     problems: Sequence[Problem] = ()
 
     @property

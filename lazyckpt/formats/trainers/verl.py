@@ -56,6 +56,12 @@ def _read_role(source: Source) -> Index:
     folders = [f"{part}/{_DIST}" for part in _PARTS] if split else [_DIST]
     there = [folder for folder in folders if _holds(source, folder)]
     problems += _missing(documents.get("ckpt_contents"), there)
+    if there and _CONFIG not in source.entries:
+        line = (
+            f"{_CONFIG} is missing: names of layer norms, the degrees, and the positions of parameters in the buckets "
+            "of the optimizer are guessed from the keys, or not known"
+        )
+        problems.append(Problem("missing-metadata", line, _CONFIG))
     args = _arguments(documents)
     index = Index("megatron-dist", {"weights": {}}, {}, stored={}) if not there else _read_dist(source, there, args)
     weights = f"model/{_HF}" if split else _HF

@@ -44,13 +44,16 @@ class Listing(dict[str, Entry]):
     changes
         For each entry, in the same order: the time of the last change of its inode in nanoseconds, and the inode's
         number. Unlike a modification time, a program cannot set them back.
+    dangling
+        Links to what is not there, which are not among the entries: name -> the path in the link.
     """
 
-    __slots__ = ("changes",)
+    __slots__ = ("changes", "dangling")
 
     def __init__(self) -> None:
         super().__init__()
         self.changes: list[tuple[int, int]] = []
+        self.dangling: dict[str, str] = {}
 
 
 # The result of a raw read: the number of bytes, and the file's state at that time (None if the response lacks it).

@@ -18,7 +18,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -147,6 +147,8 @@ class LocalStore(Store):
                     try:
                         s = entry.stat()
                     except OSError:  # a dangling link, or removed during the scan
+                        with suppress(OSError, ValueError):
+                            found.dangling[entry.name] = os.readlink(entry.path)
                         continue
                     found[entry.name] = Entry(FileInfo(s.st_size, s.st_mtime_ns), entry.is_dir())
                     found.changes.append((s.st_ctime_ns, s.st_ino))
@@ -452,5 +454,7 @@ def split(path: str | os.PathLike[str], io: str = "auto") -> tuple[LocalStore, s
         what = "no such file or folder" if isinstance(e, FileNotFoundError) else getattr(e, "strerror", None) or e
         meant = mistyped(os.fspath(path)) if isinstance(e, FileNotFoundError) else None
         hint = f". As a URL, it is {meant[:300]}" if meant else ""
+        with suppress(OSError, ValueError):
+            hint = f". It is a link to {os.readlink(full)[:300]}, which is missing"
         raise MissingFileError(f"{str(full)[:300]}: {what}{hint}") from None
     return (LocalStore(full, io=io), "") if S_ISDIR(mode) else (LocalStore(full.parent, io=io), full.name)

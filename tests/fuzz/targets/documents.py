@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import pathlib
 from typing import Any
 
 import numpy as np
 import torch
+import yaml
 
 import lazyckpt
 from lazyckpt.cli.options import read_rules
+from lazyckpt.errors import LazyckptError
 from lazyckpt.inspect.manifest import Digest
 from lazyckpt.io.plain_json import decode, encode
+from lazyckpt.io.plain_yaml import parse_yaml
 from lazyckpt.layouts.rename.table import read_table
 
 from ..contract import DifferenceError, Target
@@ -78,10 +82,49 @@ def _manifest() -> list[bytes]:
         return [view.digest().to_json().encode()]
 
 
+def yaml_document(data: bytes) -> None:
+    """Parse YAML; libyaml, PyYAML's own parser and its safe loader agree where all read a document without tags.
+    (They do not agree where a tag ends in ``[!, 2]``.)"""
+    found = parse_yaml(data, "x.yaml")
+    if b"!" in data:
+        return
+    try:
+        other, safe = parse_yaml(data, "x.yaml", libyaml=False), yaml.safe_load(data)
+    except (LazyckptError, yaml.YAMLError, ValueError, TypeError, RecursionError):
+        return
+    if not repr(found) == repr(other) == repr(safe):
+        raise DifferenceError(f"{found!r:.300}, {other!r:.300} and {safe!r:.300}")
+
+
+def _yaml() -> list[bytes]:
+    value = {
+        "trainer": {"devices": 8, "precision": "bf16-mixed", "max_time": None}, "lr": 1e-4, "betas": [0.9, 0.98],
+        "texts": ["", "yes", "1", "a: b", "two\nlines", "ä", "'", "- x", "0x1f", "1:30"],
+        "date": datetime.date(2024, 2, 3),
+        "nan": float("nan"), "data": b"x", "empty": [{}, []], 3: {4: 5},
+    }  # fmt: skip
+    by_hand = b"""# a comment
+a: &one {b: [1, 2.5, yes, ~], c: !!python/object:x.Y {z: 1}}
+d: *one
+? e
+: |
+  two
+   lines
+f: >-
+  folded
+  text
+g: "\\u00e4 \\x41"
+h: [*one, 'it''s', 0o17, 0b11, 1_000, 12e03, .inf, 2001-12-14t21:59:43.10-05:00]
+"""
+    styles = [yaml.safe_dump(value, default_flow_style=flow) for flow in (True, False, None)]
+    return [by_hand, *(text.encode() for text in styles), yaml.safe_dump(value, explicit_start=True, width=20).encode()]
+
+
 TARGETS = (
     Target("documents.plain-json", plain_json, _values, "json"),
     Target("documents.rules", rules, lambda: list(_RULES), "text"),
     Target("documents.names-toml", names, lambda: [_NAMES], "text"),
     Target("documents.names-json", names_json, lambda: [_NAMES_JSON], "json"),
+    Target("documents.yaml", yaml_document, _yaml, "text"),
     Target("documents.manifest", manifest, _manifest, "json"),
 )  # fmt: skip
