@@ -1,9 +1,10 @@
 """Megatron-LM's checkpoints of rank files (``--ckpt-format torch``): a file per tp, pp and ep rank, and the tracker.
 
-A rank's file has the tensors of `CheckpointView.shard`: layers are distributed evenly over stages, and experts are
-split like all other weights (expert-tensor-parallel degree = tp). The vocabulary is padded with zeros to a multiple of
-make_vocab_size_divisible_by * tp if the source's arguments have that value, else of tp; padding rows that fewer ranks
-do not need are removed if the arguments distinguish them from tokens. With several stages, the last one has its own
+A rank's file has the tensors of `CheckpointView.shard`, of each model chunk of a stage under a key of its own
+(``model0``, ``model1``). Files are numbered by tensor-, pipeline- and expert-parallel ranks, so the
+expert-tensor-parallel degree has to divide the tensor-parallel one. The vocabulary is padded with zeros to a multiple
+of make_vocab_size_divisible_by * tp, if that is given or in the source's arguments, else of tp; padding rows that are
+not needed are removed if the arguments distinguish them from tokens. With several stages, the last one has its own
 copy of a tied embedding. ``args`` are the source's with the new degrees, or are derived from names, shapes and a
 config.json. If the view reads fp32 copies, the weights get the dtype that the arguments name.
 
@@ -45,7 +46,7 @@ from ..core.box import Box
 from ..core.compose import compose
 from ..core.dtypes import DType
 from ..core.index import Index
-from ..core.placement import Mesh, Placement, Rank
+from ..core.placement import Division, Placement, Rank
 from ..core.specs import TensorSpec, renamed
 from ..derive.groups import step_of
 from ..errors import DataError, MeshError, some
@@ -55,9 +56,11 @@ from ..jobs.destination import Kind
 from ..jobs.plan import File, Writable, WritePlan
 from ..jobs.publish import fingerprint
 from ..layouts.megatron import is_buffer, is_expert, stack_of
-from ..layouts.ranks import mesh_of
+from ..layouts.pipeline import PipelineLayout, pipeline_of
+from ..layouts.ranks import division_of, mesh_of, place_of, world_size
 from ..layouts.rename.apply import heads_of
 from ..layouts.shard import sharded
+from ..layouts.stages import chunk_of
 from ..layouts.tables import pattern
 from ..lazy import LazyArray, named
 from .megatron_args import EMBEDDING, complete, of_rank_files, source_args, true_vocabulary
@@ -84,7 +87,7 @@ class _Model:
 
     store: Store
     index: Index
-    mesh: Mesh
+    division: Division
     args: argparse.Namespace
     optimizer: Optimizer | None
     around: Mapping[str, Any]
@@ -95,15 +98,25 @@ class _Model:
     def file(self, rank: Rank) -> dict[str, Any]:
         """Return the content of a rank's file, with lazy tensors."""
         names = {state: tuple(specs) for state, specs in self.index.states.items()}
-        here = sharded(self.index, names, self.mesh, rank, {}, self.kept).states
+        here = sharded(self.index, names, self.division, tuple(rank), {}, self.kept).states
         tensors = {
             state: {name: self._in_file(state, spec) for name, spec in specs.items()} for state, specs in here.items()
         }
         weights = tensors["weights"]
-        order = sorted(weights, key=lambda name: _place(name) or _BEHIND)
-        head = [_HEAD_MODULE] if _HEAD not in weights and rank.pp == self.mesh.pp - 1 else []
+        pipeline = self.division.pipeline
+        several = pipeline.chunks > 1
+        chunks: list[dict[str, str]] = [{} for _ in range(pipeline.chunks)]  # name in the chunk -> name on the rank
+        for name in weights:
+            chunk, own = chunk_of(name) if several else (0, name)
+            chunks[chunk][own] = name
+        chunks = [{own: chunk[own] for own in sorted(chunk, key=lambda own: _place(own) or _BEHIND)} for chunk in chunks]
+        order = [name for chunk in chunks for name in chunk.values()]
         whole: dict[str, Any] = {"args": self.args, "checkpoint_version": _VERSION, **self.around}
-        whole["model"] = _with_extra({name: weights[name] for name in order}, self.extra, head)
+        for n, chunk in enumerate(chunks):
+            last = rank.pp == pipeline.stages - 1 and n == pipeline.chunks - 1
+            head = [_HEAD_MODULE] if last and _HEAD not in chunk else []
+            model = {own: weights[name] for own, name in chunk.items()}
+            whole[f"model{n}" if several else "model"] = _with_extra(model, self.extra, head)
         if self.optimizer is not None:
             shapes = {name: tuple(weights[name].shape) for name in order}
             whole["optimizer"] = self.optimizer.of_rank(order, shapes, tensors)
@@ -139,16 +152,27 @@ def is_rank_folder(name: str) -> bool:
 
 
 def _plan(
-    view: View, dest: str | os.PathLike[str], options: WriteOptions, *, tp: int = 1, pp: int = 1, ep: int = 1
+    view: View,
+    dest: str | os.PathLike[str],
+    options: WriteOptions,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int = 1,
+    layout: PipelineLayout | None = None,
+    vocab_multiple: int | None = None,
 ) -> WritePlan:
     lost: Lost = {}
-    model = _model(view, mesh_of(tp, pp, 1, ep), lost)
+    division = division_of(mesh_of(tp, pp, 1, ep), etp, pipeline_of(pp, vpp, layout))
+    model = _model(view, division, vocab_multiple, lost)
     iteration = model.around["iteration"]
     folder = f"iter_{iteration:07d}" if iteration else "release"
     files: list[File] = []
     where: list[tuple[LazyArray, object]] = []
     bare: list[bytes] = []
-    for rank in (Rank(t, p, 0, e) for p in range(pp) for t in range(tp) for e in range(ep)):
+    for rank in _ranks(division):
         key = f"{folder}/{rank_folder(rank.tp, rank.pp, rank.ep, pp, ep)}/model_optim_rng.pt"
         whole = model.file(rank)
         held = list(leaves(whole))
@@ -171,11 +195,26 @@ def _plan(
     )
 
 
-def _model(view: View, mesh: Mesh, lost: Lost) -> _Model:
+def _ranks(division: Division) -> list[Rank]:
+    """Return the ranks that write a file, in the order of stages. Raises MeshError if several would write the same."""
+    mesh, etp = division.mesh, division.etp
+    if mesh.tp % etp:
+        raise MeshError(
+            f"etp={etp}: files of ranks are numbered by tp, pp and ep, so with tp={mesh.tp} ranks with other shards of "
+            "the experts would write the same file: give an etp that divides tp"
+        )
+    ranks = {place_of(division, n).rank for n in range(world_size(mesh, etp))}
+    return sorted(ranks, key=lambda rank: (rank.pp, rank.tp, rank.ep))
+
+
+def _model(view: View, division: Division, multiple: int | None, lost: Lost) -> _Model:
+    mesh = division.mesh
     if view.state not in WEIGHTS:
         raise DataError(f"rank files of Megatron hold weights and their states, this is a view of {view.state!r}")
     tensors, aliases = view.once()
-    _check(view, tensors, mesh)
+    _check(tensors, division)
+    if multiple is not None and (type(multiple) is not int or multiple < 1):
+        raise DataError(f"vocab_multiple={multiple!r}: rows of a vocabulary are padded to a multiple of 1 or more")
     args = source_args(view.meta, lost)
     own = view.states[view.state]
     # a tied head is not a separate tensor of the model
@@ -194,21 +233,22 @@ def _model(view: View, mesh: Mesh, lost: Lost) -> _Model:
             f"tp={mesh.tp}: how many heads and groups linear_qkv has is not known, so it cannot be cut (the source has "
             "no args and no config.json): write it with tp=1"
         )
-    states = _without_padding(states, args, mesh.tp, lost)
+    states = _without_padding(states, args, mesh.tp, multiple, lost)
     of_16_bits = dtype is not None or any(_is_half(spec.dtype.torch) for spec in states["weights"].values())
     unknown = [name for name in weights if _place(name) is None and not is_buffer(name)]
     if unknown and len(states) > 1:
         lost["optimizer"] = f"the place of {some(unknown)} among its parameters is not known: {NO_OPTIM}"
     optimizer = None if unknown else optimizer_of(view, states, of_16_bits, mesh.ep, lost)
     around = _around(view, optimizer, args, lost)
-    of_rank_files(args, states["weights"], mesh, around["iteration"], lost)
+    of_rank_files(args, states["weights"], division, around["iteration"], lost)
     wanted = ("weights", *(("fp32",) if of_16_bits else ()), *optimizer.states) if optimizer else ("weights",)
     index = Index("megatron", {state: states[state] for state in wanted}, {}, meta={**view.meta, "args": args})
     store = next(iter(tensors.values())).store
-    return _Model(store, index, mesh, args, optimizer, around, _extra(view, weights), dtype)
+    return _Model(store, index, division, args, optimizer, around, _extra(view, weights), dtype)
 
 
-def _check(view: View, tensors: Mapping[str, LazyArray], mesh: Mesh) -> None:
+def _check(tensors: Mapping[str, LazyArray], division: Division) -> None:
+    mesh, pipeline = division.mesh, division.pipeline
     strange = [name for name in tensors if pattern("megatron.model").search(name) is None]
     if not tensors:
         raise DataError("there is no tensor in this view")
@@ -222,10 +262,12 @@ def _check(view: View, tensors: Mapping[str, LazyArray], mesh: Mesh) -> None:
             f"megatron-core's models have no {some(strange)}, so their loader would refuse the checkpoint. Leave it "
             "out: view.select(lambda name: name not in [...]), or give it one of their names with view.rename({...})"
         )
-    if mesh.pp > 1 and any(name.startswith("mtp.") for name in tensors):
-        raise MeshError(f"pp={mesh.pp}: layers that predict further tokens (mtp.) can be written for one stage only")
+    if (pipeline.further or 0) > 0 and not any(name.startswith("mtp.") for name in tensors):
+        raise MeshError("the layout has a stage m, but this model has no layers that predict further tokens (mtp.)")
     if mesh.ep > 1 and not any(map(is_expert, tensors)):
         raise MeshError(f"ep={mesh.ep}: this model has no experts")
+    if division.etp != mesh.tp and not any(map(is_expert, tensors)):
+        raise MeshError(f"etp={division.etp}: this model has no experts")
 
 
 # -- the model
@@ -250,12 +292,15 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 
 def _without_padding(
-    states: dict[str, dict[str, TensorSpec]], args: argparse.Namespace, tp: int, lost: Lost
+    states: dict[str, dict[str, TensorSpec]], args: argparse.Namespace, tp: int, multiple: int | None, lost: Lost
 ) -> dict[str, dict[str, TensorSpec]]:
-    """Remove the padding rows from vocabularies that this tensor-parallel degree does not need."""
+    """Remove the padding rows from vocabularies that this tensor-parallel degree does not need. ``multiple``: the new
+    make_vocab_size_divisible_by."""
     weights = states["weights"]
     rows = weights[EMBEDDING].shape[0] if EMBEDDING in weights else 0
     true = true_vocabulary(args, rows)
+    if multiple is not None:
+        args.make_vocab_size_divisible_by = multiple
     if true is None:
         return states
     step = tp * args.make_vocab_size_divisible_by

@@ -232,6 +232,10 @@ class Writable(Derivable[View]):
         tp: int = 1,
         pp: int = 1,
         ep: int = 1,
+        etp: int | None = None,
+        vpp: int = 1,
+        layout: str | Sequence[int] | None = None,
+        vocab_multiple: int | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[WriteOptions],
     ) -> WriteResult:
@@ -247,6 +251,12 @@ class Writable(Derivable[View]):
             ``latest_checkpointed_iteration.txt``.
         tp, pp, ep
             Tensor-, pipeline- and expert-parallel degrees. Each rank's files have the tensors that `shard` returns.
+        etp, vpp, layout
+            The same as for `shard`: the expert-tensor-parallel degree, model chunks of each stage, and how many layers
+            each has. ``etp`` has to divide ``tp``.
+        vocab_multiple
+            ``--make-vocab-size-divisible-by``: the rows of the vocabulary are padded with zeros to a multiple of it times
+            ``tp``. By default that of the source's arguments, else 1.
         dtype, **options
             The same as for `to_dcp`.
 
@@ -258,13 +268,14 @@ class Writable(Derivable[View]):
         Raises
         ------
         MeshError
-            A degree does not divide the layers, heads, experts or tensors.
+            A degree does not divide the layers, heads, experts or tensors, or the layout does not fit the layers.
         DataError
             Names are not megatron-core's, or the view's state is neither "weights" nor "fp32".
         LazyckptError
             What `to_dcp` raises.
         """
-        return export("megatron", self if dtype is None else self.astype(dtype), dest, options, tp=tp, pp=pp, ep=ep)
+        own = {"tp": tp, "pp": pp, "ep": ep, "etp": etp, "vpp": vpp, "layout": layout, "vocab_multiple": vocab_multiple}
+        return export("megatron", self if dtype is None else self.astype(dtype), dest, options, **own)
 
     @with_options
     def to_gguf(
