@@ -39,20 +39,22 @@ def pipeline_of(pp: int, vpp: int = 1, layout: PipelineLayout | None = None) -> 
         raise MeshError(f"vpp={vpp!r}: the number of model chunks of a pipeline stage is a number from 1 on")
     further, counts = None, None
     if layout is not None:
+        if pp == 1:
+            raise MeshError(f"layout={layout!r:.80}: a layout distributes layers over several stages; give pp=, too")
         counts, further = _of_string(layout) if isinstance(layout, str) else (_counts(layout), None)
-        if pp < 1 or len(counts) % pp:
+        if len(counts) % pp:
             raise MeshError(
-                f"layout={layout!r}: it has {len(counts)} stages, no multiple of pp={pp}. It lists chunk 0 of all "
+                f"layout={layout!r:.80}: it has {len(counts)} stages, no multiple of pp={pp}. It lists chunk 0 of all "
                 "pipeline stages, then chunk 1 of all, and so on"
             )
         chunks = len(counts) // pp
         if vpp not in (1, chunks):
-            raise MeshError(f"layout={layout!r}: it gives each of {pp} stages {chunks} chunks, not vpp={vpp}")
+            raise MeshError(f"layout={layout!r:.80}: it gives each of {pp} stages {chunks} chunks, not vpp={vpp}")
         vpp = chunks
     if vpp > 1 and pp == 1:
         raise MeshError(f"vpp={vpp}: only a pipeline of several stages has several model chunks on each; give pp=, too")
     if further is not None and 0 <= further < pp * (vpp - 1):
-        raise MeshError(f"layout={layout!r}: layers m are in the last chunk of a stage, not in an earlier one")
+        raise MeshError(f"layout={layout!r:.80}: layers m are in the last chunk of a stage, not in an earlier one")
     return Pipeline(pp, vpp, counts, further)
 
 

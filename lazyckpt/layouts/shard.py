@@ -264,7 +264,7 @@ class _Sharding:
         if hi - lo < each:
             pieces = [(flat, Placement.at(flat.shape, (0,)))] if hi > lo else []
             rest = (each - hi + lo,)
-            pieces.append((_zeros(whole, rest), Placement.at(rest, (hi - lo,))))
+            pieces.append((zeros_like(whole, rest), Placement.at(rest, (hi - lo,))))
             flat = compose(local, (each,), pieces, f"{rule}, and zeros", spec.stored_as)
         return flat, replace(placed, flat=(lo, hi))
 
@@ -286,14 +286,14 @@ def _block(local: str, whole: TensorSpec, placement: Placement, how: str) -> Ten
     if placement.numel < prod(shape):  # only the last rows of a vocabulary can be padding
         full = max((p.local.stop[0] for p in blocks), default=0)
         rest = (shape[0] - full, *shape[1:])
-        pieces.append((_zeros(whole, rest), Placement.at(rest, (full, *(0 for _ in rest[1:])))))
+        pieces.append((zeros_like(whole, rest), Placement.at(rest, (full, *(0 for _ in rest[1:])))))
     if not pieces:  # the shard is empty
         pieces = [(whole, Placement(whole.shape, ()))]
     rule = "; ".join(filter(None, (whole.rule, how)))
     return compose(local, shape, pieces, rule, whole.stored_as or whole.name)
 
 
-def _zeros(like: TensorSpec, shape: Shape) -> TensorSpec:
+def zeros_like(like: TensorSpec, shape: Shape) -> TensorSpec:
     """Return a tensor of zeros that no file holds."""
     paths = (f.extent.path for one in leaves(like) if not one.source for f in one.spec.fragments)
     path = next(paths, "")

@@ -135,7 +135,9 @@ class Stages:
         counts, parts = self.pipeline.layers, self._last + 1
         if counts is not None:
             if sum(counts) != layers:
-                raise ValueError(f"{shown} do not fit the layout, which has {sum(counts)} ({', '.join(map(str, counts))})")
+                raise ValueError(
+                    f"{shown} do not fit the layout, which has {sum(counts)} ({', '.join(map(str, counts))})"
+                )
             return counts
         if layers % parts:
             chunks = f" of {self.pipeline.chunks} chunks" if self.pipeline.chunks > 1 else ""
