@@ -21,7 +21,7 @@ import lazyckpt
 from lazyckpt import DataError, FormatError, MeshError, SelectionError
 from lazyckpt.core.flat import interval, joined
 from lazyckpt.core.placement import Mesh, Rank
-from lazyckpt.layouts.ranks import rank_of, world_size
+from lazyckpt.layouts.ranks import division_of, place_of, rank_of, world_size
 from lazyckpt.tensor import LazyTensor
 from lazyckpt.testing.counting import opened
 
@@ -60,12 +60,19 @@ def save(path: Path, model: Mapping[str, torch.Tensor]) -> lazyckpt.CheckpointVi
 # -- against what ranks wrote
 
 
-def even(spec: MegatronSpec) -> bool:
-    """Whether its layout is one of tp, pp and ep alone."""
-    return spec.vpp is None and spec.first is None and spec.etp in (None, spec.tp)
+PARALLEL = [name for name, spec in CASES.items() if spec.tp * spec.pp * spec.ep > 1]
 
 
-EVEN = [name for name, spec in CASES.items() if even(spec) and spec.tp * spec.pp * spec.ep > 1]
+def division(spec: MegatronSpec) -> dict[str, Any]:
+    """What `shard` is asked for, to give what the ranks of a run have."""
+    found: dict[str, Any] = {"tp": spec.tp, "pp": spec.pp, "ep": spec.ep, "vpp": spec.vpp or 1, "layout": spec.layout}
+    if spec.etp is not None:
+        found["etp"] = spec.etp
+    if spec.first is not None:
+        found["layout"] = [spec.first, spec.layers - spec.first]
+    if spec.account:  # the first and the last chunk have one layer less
+        found["layout"] = [1, *[2] * (2 * (spec.vpp or 1) - 2), 1]
+    return found
 
 
 def rank_file(case: Case, spec: MegatronSpec, rank: Rank) -> Path:
@@ -87,21 +94,23 @@ def alone(root: dict[str, Any], spec: MegatronSpec, folder: Path) -> lazyckpt.Ch
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EVEN)
+@pytest.mark.parametrize("name", PARALLEL)
 def test_a_shard_is_what_megatrons_rank_held(megatron_cases: dict[str, Case], tmp_path: Path, name: str) -> None:
     case, spec = megatron_cases[name], CASES[name]
     view = lazyckpt.open(case.path)
-    mesh = Mesh(spec.tp, spec.pp, 1, spec.ep)
-    shards = [view.shard(tp=spec.tp, pp=spec.pp, ep=spec.ep, rank=n) for n in range(world_size(mesh))]
+    mesh, etp = Mesh(spec.tp, spec.pp, 1, spec.ep), spec.etp or spec.tp
+    shards = [view.shard(**division(spec), rank=n) for n in range(world_size(mesh, etp))]
     assert all(shard.mesh == mesh for shard in shards)
     for n, shard in enumerate(shards):
-        path = rank_file(case, spec, rank_of(mesh, n))
+        path = rank_file(case, spec, place_of(division_of(mesh, etp), n).rank)
         root = torch.load(path, weights_only=False)
-        held = {key: t for key, t in root["model"].items() if isinstance(t, torch.Tensor)}
+        chunks = {"": root["model"]} if spec.vpp is None else {f"model{i}.": root[f"model{i}"] for i in range(spec.vpp)}
+        tensors = {f"{chunk}{key}": t for chunk, model in chunks.items() for key, t in model.items()}
+        held = {key: t for key, t in tensors.items() if isinstance(t, torch.Tensor)}
         assert set(shard) == set(held)
         for key, t in held.items():  # (of grouped experts the files have one matrix, [experts, in, out] flattened)
             assert bit_equal(shard[key][...].reshape(t.shape), t), (n, key)
-        if spec.distributed or spec.layerwise:
+        if spec.distributed or spec.layerwise or spec.vpp is not None:
             continue  # no file has a rank's states under their names
         own = alone(root, spec, tmp_path / str(n))
         assert set(own.states) == set(shard.states)
@@ -130,11 +139,21 @@ def test_a_shard_is_what_megatrons_rank_held(megatron_cases: dict[str, Case], tm
         ("tp2_pp2_distopt_tied", {"pp": 4, "tp": 2, "dp": 2}),
         ("tp4_gelu", {"tp": 2, "dp": 3}),
         ("tp2_mla", {"tp": 2, "dp": 2}),
+        ("pp2_vpp2", {"pp": 2, "vpp": 4, "tp": 2}),  # more ranks than groups of heads
+        ("single", {"tp": 4}),
+        ("pp2_uneven", {"layout": "E|tt|t|ttL", "pp": 4, "dp": 2}),
+        ("tp2_mixed", {"layout": [0, 1, 2, 1], "pp": 2}),
+        ("tp2_dp2_mtp_distopt", {"layout": "Et|t|mL", "pp": 3, "tp": 2}),
+        ("tp2_ep2_etp1", {"tp": 2, "ep": 2, "etp": 4, "pp": 2, "layout": [0, 2], "dp": 2}),
+        ("tp2_dp2_ep2_etp2", {"tp": 4, "ep": 4, "etp": 2}),
+        ("ep2_grouped", {"ep": 3, "etp": 2}),
     ],
 )
-def test_other_degrees_and_back(megatron_cases: dict[str, Case], name: str, degrees: dict[str, int]) -> None:
+def test_other_degrees_and_back(megatron_cases: dict[str, Case], name: str, degrees: dict[str, Any]) -> None:
     view = lazyckpt.open(megatron_cases[name].path)
-    check_same(lazyckpt.unshard(all_ranks(view, **degrees)), view)
+    mesh = Mesh(*(degrees.get(axis, 1) for axis in ("tp", "pp", "dp", "ep")))
+    ranks = range(world_size(mesh, degrees.get("etp")))
+    check_same(lazyckpt.unshard([view.shard(**degrees, rank=n) for n in ranks]), view)
 
 
 def test_torch_dist_has_the_shards_that_rank_files_have(megatron_folder: Path, megatron_cases: dict[str, Case]) -> None:
@@ -478,8 +497,8 @@ def test_shards_are_pickled_selected_and_sharded_again(megatron_cases: dict[str,
 
 def test_degrees_that_do_not_divide_are_named(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
     single = lazyckpt.open(megatron_cases["single"].path)  # 2 layers, 4 heads in 2 groups, 24 wide
-    with pytest.raises(MeshError, match=r"tp=4.*linear_qkv.*\(32, 16\).*2 groups of heads"):
-        single.shard(tp=4, rank=0)
+    with pytest.raises(MeshError, match=r"tp=8.*linear_qkv.*\(32, 16\).*2 groups of heads"):
+        single.shard(tp=8, rank=0)
     with pytest.raises(MeshError, match=r"pp=4: the 2 layers decoder.layers.0 to decoder.layers.1"):
         single.shard(pp=4, rank=0)
     with pytest.raises(MeshError, match=r"ep=3: the 4 experts of"):

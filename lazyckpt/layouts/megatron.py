@@ -226,7 +226,7 @@ def mixer_rule(name: str, args: Any) -> tuple[Rule, str] | None:
 
 def fused_parts(name: str, args: Any) -> list[tuple[str, int]] | None:
     """Return the parts of a fused matrix of such a layer that distributed checkpoints store as separate tensors, with
-    their numbers of rows; None for other parameters. Raises ValueError if the arguments do not say how wide they are."""
+    their numbers of rows; None for other parameters. Raises ValueError if the arguments do not tell these."""
     match = pattern("megatron.mixer").search(name)
     if match is None:
         return None

@@ -55,8 +55,8 @@ def sharded(
 
     ``kept`` caches the plan of the division, which is the same for all ranks.
 
-    Raises SelectionError if the division has no such rank, MeshError if a degree does not divide a tensor, its experts or
-    the layers, and FormatError for a rule that is not understood or a tensor without a rule.
+    Raises SelectionError if the division has no such rank, MeshError if a degree does not divide a tensor, its experts
+    or the layers, and FormatError for a rule that is not understood or a tensor without a rule.
     """
     place, old = place_of(division, rank), index.layout
     if old is None:

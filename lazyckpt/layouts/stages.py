@@ -6,7 +6,9 @@ last one; a head that is tied to the embedding is on the last stage under its ow
 stage is unknown is on all stages. In megatron-core's models with multi-token prediction, the final norm is behind the
 last layer of the decoder (transformer/transformer_block.py `has_final_layernorm_in_this_stage`), and the stage of the
 prediction has a copy of the embedding (models/gpt/gpt_model.py `mtp_process`). If Megatron's stages have several model
-chunks, names begin with ``model0.``, ``model1.``, as the keys of its files do. Megatron's ranks count their layers and experts from 0 (megatron/core/transformer/transformer_block.py, moe/experts.py),
+chunks, names begin with ``model0.``, ``model1.``, as the keys of its files do.
+
+Megatron's ranks count their layers and experts from 0 (megatron/core/transformer/transformer_block.py, moe/experts.py),
 DeepSpeed's ranks their experts (deepspeed/moe/experts.py); other names keep their numbers, as in
 torch.distributed.pipelining and Hugging Face's models.
 """
