@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.publish import unfinished
 
 from .conftest import need, once
+from .megatron_handmade import Cut, columns, fused, rows, same, save_tensor_parallel
 from .test_shard import division
 from .writers import Case, bit_equal
 from .writers.megatron_core import CASES, MegatronSpec, tokens_of
@@ -410,7 +412,7 @@ def test_unsupported_models(megatron_cases: dict[str, Case], tmp_path: Path) -> 
         view.states["exp_avg"].to_megatron(tmp_path / "out")
     for degrees, words in (
         ({"pp": 3}, "evenly"),
-        ({"tp": 8}, "groups of heads"),
+        ({"tp": 8}, "4 heads"),
         ({"pp": 2, "layout": [1, 2]}, "do not fit the layout"),
         ({"pp": 2, "layout": "Et|tmL"}, "stage m"),
         ({"pp": 2, "layout": "Et|tL|"}, "no multiple of pp=2"),
@@ -462,6 +464,72 @@ def test_resume_of_interrupted_export(
     assert len(files) == 4
     assert sum(written) == sum(t.nbytes for stored in files for t in stored.values()) - finished
     check_whole(lazyckpt.open(tmp_path / "out"), view)
+
+
+# -- models that run on GPUs only
+
+
+def test_hybrid_models(tmp_path: Path) -> None:
+    """Mamba layers, attention and MLPs, each a layer of its own, with an optimizer: as mamba_mixer.py stores them."""
+    sizes = [16, 16, 6, 6, 4]
+    mixer, attention, mlp = "decoder.layers.0.mixer.", "decoder.layers.1.self_attention.", "decoder.layers.2.mlp."
+    model: dict[str, tuple[torch.Tensor, Cut]] = {
+        "embedding.word_embeddings.weight": (torch.randn(16, 8), rows),
+        mixer + "dt_bias": (torch.randn(4), rows),
+        mixer + "A_log": (torch.randn(4), rows),
+        mixer + "D": (torch.randn(4), rows),
+        mixer + "in_proj.layer_norm_weight": (torch.randn(8), same),
+        mixer + "in_proj.weight": (torch.randn(sum(sizes), 8), fused(sizes)),
+        mixer + "conv1d.weight": (torch.randn(sum(sizes[1:4]), 1, 4), fused(sizes[1:4])),
+        mixer + "conv1d.bias": (torch.randn(sum(sizes[1:4])), fused(sizes[1:4])),
+        mixer + "norm.weight": (torch.randn(16), rows),
+        mixer + "out_proj.weight": (torch.randn(8, 16), columns),
+        attention + "linear_proj.weight": (torch.randn(8, 16), columns),
+        attention + "linear_qkv.layer_norm_weight": (torch.randn(8), same),
+        attention + "linear_qkv.weight": (torch.randn(32, 8), rows),
+        mlp + "linear_fc1.layer_norm_weight": (torch.randn(8), same),
+        mlp + "linear_fc1.weight": (torch.randn(24, 8), rows),
+        mlp + "linear_fc2.weight": (torch.randn(8, 24), columns),
+        "decoder.final_norm.weight": (torch.randn(8), same),
+        "output_layer.weight": (torch.randn(16, 8), rows),
+    }
+    settings = {"num_layers": 3, "hidden_size": 8, "mamba_head_dim": 4, "mamba_state_dim": 3, "mamba_num_groups": 2,
+                "group_query_attention": True, "num_query_groups": 2, "swiglu": False}  # fmt: skip
+    groups = {mult: [n for n, (t, _) in enumerate(model.values()) if (t.ndim > 1) == bool(mult)] for mult in (1.0, 0.0)}
+    order = [list(model.values())[n][0] for mult in groups for n in groups[mult]]
+    state = {n: {"step": torch.tensor(3.0), "exp_avg": t * 2, "exp_avg_sq": t * t} for n, t in enumerate(order)}
+    starts = {1.0: 0, 0.0: len(groups[1.0])}
+    listed = [
+        {"wd_mult": mult, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "lr": 0.1,
+         "params": list(range(starts[mult], starts[mult] + len(groups[mult])))}
+        for mult in groups
+    ]  # fmt: skip
+    optimizer = {"state": state, "param_groups": listed}
+    view = lazyckpt.open(save_tensor_parallel(tmp_path / "whole", model, 1, args=settings, optimizer=optimizer))
+    assert not view.problems and set(view.states["exp_avg"]) == set(model)
+    view.to_megatron(tmp_path / "ranks", tp=2, pp=3)
+    found = files(tmp_path / "ranks")
+    held: dict[str, list[str]] = {}
+    for name in model:
+        stage = 2 if name.startswith(("output", "decoder.final")) else 0
+        stage = int(name.split(".")[2]) if name.startswith("decoder.layers.") else stage
+        held.setdefault(f"_{stage:03d}", []).append(name)
+    for path, root in found.items():
+        rank, stage = int(path.split("/")[1][8:10]), path.split("/")[1][10:]
+        tensors = {n: t for n, t in root["model"].items() if isinstance(t, torch.Tensor)}
+        wanted = {re.sub(r"layers\.\d", "layers.0", name): model[name] for name in held[stage]}
+        assert list(tensors) == list(wanted), "in the order of the model"
+        for name, (whole, cut) in wanted.items():
+            assert bit_equal(tensors[name], cut(whole, rank, 2).contiguous()), (path, name)
+    check_whole(lazyckpt.open(tmp_path / "ranks"), view, ("weights", "exp_avg", "exp_avg_sq"))
+    view.to_megatron(tmp_path / "dist", ckpt_format="torch_dist")
+    dist = lazyckpt.open(tmp_path / "dist")
+    key = "iter_0000003/" if any(name.startswith("iter_") for name in dist.stored) else ""
+    for part, rows_of in zip(("z", "x", "B", "C", "dt"), model[mixer + "in_proj.weight"][0].split(sizes), strict=True):
+        assert bit_equal(dist.stored[f"{key}{mixer}in_proj.weight.{part}"][...], rows_of), part
+    for state_name in ("weights", "exp_avg", "exp_avg_sq"):
+        for name in model:
+            assert bit_equal(dist.states[state_name][name][...], view.states[state_name][name][...]), (state_name, name)
 
 
 # -- distributed checkpoints

@@ -299,14 +299,16 @@ def tokens_of(spec: MegatronSpec, seed: int) -> torch.Tensor:
 
 
 def forward(model: Any, tokens: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-    if labels is None:  # what predicts further tokens is for training
-        from .megatron_save import unwrap
+    from .megatron_save import unwrap
 
-        bare = unwrap(model)
+    bare = unwrap(model)
+    predicts = bare.mtp_process, bare.config.mtp_num_layers
+    if labels is None:  # what predicts further tokens is for training
         bare.mtp_process, bare.config.mtp_num_layers = False, None
     positions = torch.arange(8).expand(2, 8)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
     out: torch.Tensor = model(tokens, positions, mask, labels=labels)
+    bare.mtp_process, bare.config.mtp_num_layers = predicts
     return out
 
 

@@ -94,9 +94,10 @@ _ORDER = (
     *("core_attention", "linear_proj", "linear_qkv", "linear_q", "linear_kv", "linear_q_proj", "linear_q_down_proj"),
     *("linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm"),
     *("router", "experts", "shared_experts", "local_experts", "gate_weight", "linear_fc1", "linear_fc2"),
+    *("mixer", "dt_bias", "A_log", "D", "in_proj", "conv1d", "norm", "out_proj"),
     *("softmax_offset", "layer_norm_weight", "layer_norm_bias", "weight", "bias"),
     *("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer"),
-    *("final_layernorm", "mtp", "output_layer"),
+    *("final_layernorm", "final_norm", "mtp", "output_layer"),
 )
 _RANK = {name: n for n, name in enumerate(_ORDER)}
 
