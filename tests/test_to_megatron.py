@@ -189,7 +189,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "vpp2_to_vpp4": ("pp2_vpp2", "legacy", {"vpp": 4}),
     "uneven_to_layout": ("pp2_uneven", "legacy", {"first": None, "vpp": 2, "layout": "Et|t*2|t|tL"}),
     "mtp_to_its_own_stage": ("tp2_dp2_mtp_distopt", "dist", {"tp": 1, "dp": 1, "pp": 2, "distributed": False}),
-    "etp1_to_etp2": ("tp2_ep2_etp1", "legacy", {"etp": 2, "dp": 2}),
+    "experts_to_etp1": ("tp2_mixed", "dist", {"etp": 1, "ep": 2}),
     "groups_on_two_ranks_each": ("single", "legacy", {"tp": 4}),
 }
 # written as torch_dist, which is not of these ranks

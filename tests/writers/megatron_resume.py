@@ -93,6 +93,20 @@ def load_checkpoint(root: Path, spec: MegatronSpec, chunks: list[Any], optimizer
     return int(state["iteration"])
 
 
+def _prepare_adamw(spec: MegatronSpec, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
+    """Prepare the distributed optimizer for loading, which it does only with Transformer Engine's FusedAdam: torch's
+    AdamW has to have done a step, and keeps its count of steps, which the groups have, with each parameter."""
+    train(spec, chunks, optimizer, scheduler, steps=1, alike=True)
+    for one in optimizer.chained_optimizers:
+
+        def set_states(
+            parameter: Any, tensors: Any, one: Any = one, real: Any = one._set_main_param_and_optimizer_states
+        ) -> None:
+            real(parameter, one._get_main_param_and_optimizer_states(parameter) | tensors)
+
+        one._set_main_param_and_optimizer_states = set_states
+
+
 def load_dist(folder: Path, spec: MegatronSpec, chunks: list[Any], optimizer: Any, scheduler: Any) -> int:
     """``load_checkpoint`` of --ckpt-format torch_dist: the iteration. --no-load-rng."""
     from megatron.core import dist_checkpointing, mpu
@@ -107,6 +121,8 @@ def load_dist(folder: Path, spec: MegatronSpec, chunks: list[Any], optimizer: An
     }
     wanted = dict(models)
     if folder.name != "release":
+        if spec.distributed:
+            _prepare_adamw(spec, chunks, optimizer, scheduler)
         wanted["optimizer"] = optimizer.sharded_state_dict(models, is_loading=True, metadata=metadata)
     state = dist_checkpointing.load(wanted, str(folder))
     if state["args"].num_layers != spec.layers:
@@ -116,6 +132,9 @@ def load_dist(folder: Path, spec: MegatronSpec, chunks: list[Any], optimizer: An
     if folder.name == "release":
         return 0
     optimizer.load_state_dict(state["optimizer"])
+    for one in optimizer.chained_optimizers if spec.distributed else ():
+        for states in one.optimizer.state.values():  # (they share one count, which each parameter would raise)
+            states["step"] = states["step"].clone()
     scheduler.load_state_dict(state["opt_param_scheduler"])
     return int(state["iteration"])
 
