@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.publish import unfinished
 
 from .conftest import need, once
+from .lanes import LANE, sampled
 from .megatron_handmade import Cut, columns, fused, rows, same, save_tensor_parallel
 from .test_shard import division
 from .writers import Case, bit_equal
@@ -200,10 +202,14 @@ DISTRIBUTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dist_mixed_to_pp2": ("tp2_mixed", "dist", {"tp": 1, "pp": 2}),
     "dist_distributed": ("tp2_dp2_distopt", "legacy", {"tp": 1}),
     "dist_experts_distributed": ("tp2_dp2_ep2_etp1_distopt", "legacy", {"tp": 1, "etp": 1, "moe_freq": (0, 1, 1)}),
-    "dist_mla": ("tp2_mla", "dist", {"tp": 1, "pp": 2}),
+    "dist_mla_to_pp2": ("tp2_mla", "dist", {"pp": 2}),  # (with tp=1, megatron-core's own gradients differ)
     "dist_mtp": ("tp2_dp2_mtp_distopt", "dist", {"tp": 2}),
 }
-ALL_RUNS = RUNS | DISTRIBUTED
+SOME = ("vpp2_to_vpp4", "uneven_to_layout", "mtp_to_its_own_stage", "dist_ep2_to_tp2", "dist_distributed")
+MORE = ("experts_to_etp1", "groups_on_two_ranks_each", *(name for name in DISTRIBUTED if name not in SOME))
+ALL_RUNS = {
+    name: run for name, run in (RUNS | DISTRIBUTED).items() if os.environ.get(LANE) == "all" or name not in MORE
+}
 HUGGING_FACE = {
     "llama_tp2": (False, MegatronSpec(tp=2, groups=2, vocab=62, divisible=1)),
     "llama_tied_pp2": (True, MegatronSpec(pp=2, groups=2, vocab=62, divisible=1, tied=True)),
@@ -536,7 +542,13 @@ def test_hybrid_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in WRITTEN if not CASES[name].distributed] + ["tp2_dp2_distopt"])
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        [*(name for name in WRITTEN if not CASES[name].distributed), "tp2_dp2_distopt"],
+        ("ep2", "ep2_grouped", "tp2_mixed", "tp2_mla", "pp2_tied_bf16", "tp2_dp2_distopt"),
+    ),
+)
 def test_a_distributed_checkpoint_has_what_megatrons_has(
     megatron_folder: Path, megatron_cases: dict[str, Case], tmp_path: Path, name: str
 ) -> None:

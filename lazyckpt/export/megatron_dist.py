@@ -52,7 +52,7 @@ class Key(NamedTuple):
     """The key of a tensor, and its (number, count) in each of the key's leading dimensions: layers, experts."""
 
     name: str
-    index: tuple[tuple[int, int], ...]
+    axes: tuple[tuple[int, int], ...]
 
 
 class Keys:
@@ -133,12 +133,12 @@ class Keys:
             many = self._experts.get(f"{module}.weight")  # experts in a grouped linear layer
             names = [module] if many is None else [f"{module}.weight{n}" for n in range(many)]
             for key in (self.of(name if many is not None else f"{name}.weight") for name in names):
-                yield _object(key.name.removesuffix(".weight"), key.index)
+                yield _object(key.name.removesuffix(".weight"), key.axes)
         for name, spec in self._weights.items():
             if stack_of(name) is not None and len(spec.shape) == 3:
                 key = self.of(name)
                 for n in range(spec.shape[0]):
-                    yield _object(key.name.removesuffix(".weight"), (*key.index, (n, spec.shape[0])))
+                    yield _object(key.name.removesuffix(".weight"), (*key.axes, (n, spec.shape[0])))
 
 
 def _differ(frequency: Any) -> bool:
@@ -155,7 +155,7 @@ def _object(module: str, index: tuple[tuple[int, int], ...]) -> str:
 def _stack(key: str, pieces: list[tuple[Key, TensorSpec]]) -> TensorSpec:
     """Return the tensor of a key from those of layers and experts."""
     first, like = pieces[0]
-    counts = tuple(count for _, count in first.index)
+    counts = tuple(count for _, count in first.axes)
     apart = sorted({str((tuple(spec.shape), str(spec.dtype))) for _, spec in pieces})
     if len(apart) > 1 or len(pieces) != prod(counts):
         what = f"shapes and dtypes {some(apart)}" if len(apart) > 1 else f"{len(pieces)} of {prod(counts)} of them"
@@ -171,7 +171,7 @@ def _stack(key: str, pieces: list[tuple[Key, TensorSpec]]) -> TensorSpec:
     shape = (*counts, *(like.shape[axis] for axis in axes))
     lead = (None,) * len(counts)
     placed = [
-        (spec, Placement.at(spec.shape, (*(n for n, _ in one.index), *(0 for _ in axes)), (*lead, *axes)))
+        (spec, Placement.at(spec.shape, (*(n for n, _ in one.axes), *(0 for _ in axes)), (*lead, *axes)))
         for one, spec in pieces
     ]
     return compose(key, shape, placed, like.rule, like.stored_as or like.name)

@@ -76,8 +76,8 @@ class Model:
         several = pipeline.chunks > 1
         chunks: list[dict[str, str]] = [{} for _ in range(pipeline.chunks)]  # name in the chunk -> name on the rank
         for name in weights:
-            chunk, own = chunk_of(name) if several else (0, name)
-            chunks[chunk][own] = name
+            number_of_chunk, own = chunk_of(name) if several else (0, name)
+            chunks[number_of_chunk][own] = name
         chunks = [
             {own: chunk[own] for own in sorted(chunk, key=lambda own: _place(own) or _BEHIND)} for chunk in chunks
         ]
