@@ -528,6 +528,8 @@ def test_hybrid_models(tmp_path: Path) -> None:
         for name, (whole, cut) in wanted.items():
             assert bit_equal(tensors[name], cut(whole, rank, 2).contiguous()), (path, name)
     check_whole(lazyckpt.open(tmp_path / "ranks"), view, ("weights", "exp_avg", "exp_avg_sq"))
+    with pytest.raises(MeshError, match="one chunk on each stage"):
+        view.to_megatron(tmp_path / "chunks", pp=3, layout=[1, 0, 1, 0, 1, 0])
     view.to_megatron(tmp_path / "dist", ckpt_format="torch_dist")
     dist = lazyckpt.open(tmp_path / "dist")
     key = "iter_0000003/" if any(name.startswith("iter_") for name in dist.stored) else ""

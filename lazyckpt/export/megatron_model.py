@@ -170,6 +170,8 @@ def _check(tensors: Mapping[str, LazyArray], division: Division) -> None:
         )
     if (pipeline.further or 0) > 0 and not any(name.startswith("mtp.") for name in tensors):
         raise MeshError("the layout has a stage m, but this model has no layers that predict further tokens (mtp.)")
+    if pipeline.chunks > 1 and any(".mixer." in name for name in tensors):
+        raise MeshError("megatron-core's models with Mamba layers have one chunk on each stage: leave out vpp=")
     if mesh.ep > 1 and not any(map(is_expert, tensors)):
         raise MeshError(f"ep={mesh.ep}: this model has no experts")
     if division.etp != mesh.tp and not any(map(is_expert, tensors)):
