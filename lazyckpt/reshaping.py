@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .core.dtypes import dtype_of
 from .core.expr import computed, converted, make, operand
 from .core.index import Index
+from .core.placement import Division
 from .core.specs import Specs, TensorSpec, renamed, some_of
 from .errors import DataError
-from .layouts.ranks import mesh_of
+from .layouts.ranks import division_of, mesh_of
 from .namespace import STORED, Namespace
 
 if TYPE_CHECKING:
@@ -28,15 +29,24 @@ def with_names(view: Namespace[Any], names: str | Mapping[str, Any], reverse: bo
 
 def of_rank(
     view: Namespace[Any],
-    degrees: tuple[int, int, int, int],
+    division: Division,
     rank: int | tuple[int, ...] | Mapping[str, int],
     rules: Mapping[str, Any],
 ) -> Index:
-    """See `lazyckpt.CheckpointView.shard`; ``degrees``: tp, pp, dp, ep."""
+    """See `lazyckpt.CheckpointView.shard`."""
     from .layouts.shard import sharded
 
     index, shown = shown_of(view, "shard")
-    return sharded(index, shown, mesh_of(*degrees), rank, rules, view.kept)
+    return sharded(index, shown, division, rank, rules, view.kept)
+
+
+def division(
+    tp: int, pp: int, dp: int, ep: int, etp: int | None, vpp: int, layout: str | Sequence[int] | None
+) -> Division:
+    """Return the division of a model among ranks, from the arguments of `lazyckpt.CheckpointView.shard`."""
+    from .layouts.pipeline import pipeline_of
+
+    return division_of(mesh_of(tp, pp, dp, ep), etp, pipeline_of(pp, vpp, layout))
 
 
 def with_dtype(view: Namespace[Any], dtype: torch.dtype) -> Index:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 
 import lazyckpt
 from lazyckpt.errors import DataError, DestinationError, MeshError
@@ -18,6 +22,9 @@ from lazyckpt.jobs import write as stream
 from lazyckpt.jobs.publish import unfinished
 
 from .conftest import need, once
+from .lanes import LANE, sampled
+from .megatron_handmade import Cut, columns, fused, rows, same, save_tensor_parallel
+from .test_shard import division
 from .writers import Case, bit_equal
 from .writers.megatron_core import CASES, MegatronSpec, tokens_of
 from .writers.megatron_resume import resume
@@ -27,16 +34,12 @@ TRACKER = "latest_checkpointed_iteration.txt"
 EMBEDDING = "embedding.word_embeddings.weight"
 # (objects of classes of Megatron's and Python's own, which are not imported)
 CLASSES = {"args.model_type", "args.attention_backend", "args.exit_signal"}
+ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 TOKENS = 61  # rows behind them are padding
 
 
-def even(spec: MegatronSpec) -> bool:
-    """Whether its layers are dealt evenly, its experts cut as all else is."""
-    return spec.vpp is None and spec.first is None and spec.etp in (None, spec.tp)
-
-
 # (the states of a layer-wise optimizer are left out: Megatron-LM's own reader wants them by data-parallel rank)
-EVEN = [name for name, spec in CASES.items() if even(spec) and not spec.layerwise]
+WRITTEN = [name for name, spec in CASES.items() if not spec.layerwise]
 
 
 def files(root: Path) -> dict[str, dict[str, Any]]:
@@ -78,26 +81,29 @@ def check_whole(found: lazyckpt.CheckpointView, wanted: lazyckpt.CheckpointView,
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [*((name, "legacy") for name in EVEN), *((n, "dist") for n in ("tp2_pp2_bf16", "tp2_dp2_ep2_etp2", "tp2_mla"))],
+    [*((name, "legacy") for name in WRITTEN), *((n, "dist") for n in ("tp2_pp2_bf16", "tp2_dp2_ep2_etp2", "tp2_mla"))],
 )
 def test_files_equal_those_of_megatron(
     megatron_folder: Path, megatron_cases: dict[str, Case], tmp_path: Path, name: str, kind: str
 ) -> None:
     spec, genuine = CASES[name], megatron_cases[name].path
     view = lazyckpt.open(megatron_folder / name / kind)
-    lost = view.to_megatron(tmp_path / "out", tp=spec.tp, pp=spec.pp, ep=spec.ep, verify=name == "ep2")
+    lost = view.to_megatron(tmp_path / "out", **division(spec), verify=name == "ep2")
     assert set(lost.left_out) == {"rng_state", *CLASSES}
     assert (tmp_path / "out" / TRACKER).read_text() == (genuine / TRACKER).read_text()
     ours, theirs = files(tmp_path / "out"), files(genuine)
     assert set(ours) == set(theirs)
     for key, wanted in theirs.items():
         found = ours[key]
-        assert list(found["model"]) == list(wanted["model"]), "in the model's order"
+        for key_of_chunk in (key for key in wanted if key.startswith("model")):
+            assert list(found[key_of_chunk]) == list(wanted[key_of_chunk]), "in the model's order"
         del wanted["rng_state"]
         if spec.distributed:  # here it is another optimizer's
             del found["optimizer"], wanted["optimizer"]
         args, theirs_args = vars(found.pop("args")), vars(wanted.pop("args"))
         changed = {"rank", "data_parallel_size", "world_size", "use_distributed_optimizer", "gated_linear_unit"}
+        if spec.account or spec.layout:  # the same layers in other words
+            changed |= {"pipeline_model_parallel_layout", "num_virtual_stages_per_pipeline_rank", *ACCOUNTED}
         told = {key for key, value in theirs_args.items() if args.get(key) != value}
         assert told - changed == {"model_type", "attention_backend", "exit_signal"}
         check_same(found, wanted, key)
@@ -117,17 +123,23 @@ def test_files_equal_those_of_megatron(
         ("ep2_grouped", {"tp": 2, "ep": 3}),
         ("tp2_mla", {"tp": 1, "pp": 2}),
         ("tp2_dp2_ep2_etp1_distopt", {"pp": 3}),
+        ("pp2_uneven", {"pp": 3, "layout": [1, 2, 2]}),
+        ("pp2_vpp2_account", {"pp": 3, "vpp": 2, "tp": 2}),
+        ("tp2_dp2_mtp_distopt", {"pp": 2, "tp": 2}),
+        ("tp2_dp2_mtp_distopt", {"pp": 3, "layout": "Ett|m|L"}),
+        ("tp2_dp2_ep2_etp2", {"tp": 4, "ep": 2, "etp": 2}),
+        ("single", {"tp": 4}),
     ],
 )
 def test_other_degrees_are_read_back(
-    megatron_cases: dict[str, Case], tmp_path: Path, name: str, degrees: dict[str, int]
+    megatron_cases: dict[str, Case], tmp_path: Path, name: str, degrees: dict[str, Any]
 ) -> None:
     view = lazyckpt.open(megatron_cases[name].path)
     view.to_megatron(tmp_path / "out", **degrees)
     found = lazyckpt.open(tmp_path / "out")
     states = tuple(s for s in view.states if s != "fp32" or CASES[name].bf16)
     check_whole(found, view, states)
-    assert all(getattr(found.mesh, axis) == degree for axis, degree in degrees.items())
+    assert all(getattr(found.mesh, axis) == degrees.get(axis, 1) for axis in ("tp", "pp", "ep"))
     assert dict(found.aliases) == dict(view.aliases)
 
 
@@ -176,6 +188,27 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "experts_tp2_to_ep2": ("tp2_mixed", "dist", {"tp": 1, "ep": 2, "dp": 2}),
     "grouped_ep2_to_1": ("ep2_grouped", "legacy", {"ep": 1, "dp": 1}),
     "distributed_to_pp2": ("tp2_dp2_distopt", "legacy", {"tp": 1, "pp": 2, "dp": 1, "distributed": False}),
+    "vpp2_to_vpp4": ("pp2_vpp2", "legacy", {"vpp": 4}),
+    "uneven_to_layout": ("pp2_uneven", "legacy", {"first": None, "vpp": 2, "layout": "Et|t*2|t|tL"}),
+    "mtp_to_its_own_stage": ("tp2_dp2_mtp_distopt", "dist", {"tp": 1, "dp": 1, "pp": 2, "distributed": False}),
+    "experts_to_etp1": ("tp2_mixed", "dist", {"etp": 1, "ep": 2}),
+    "groups_on_two_ranks_each": ("single", "legacy", {"tp": 4}),
+}
+# written as torch_dist, which is not of these ranks
+DISTRIBUTED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dist_to_pp2_vpp2": ("tp2_pp2_bf16", "legacy", {"tp": 1, "vpp": 2}),
+    "dist_ep2_to_tp2": ("ep2", "legacy", {"tp": 2}),
+    "dist_grouped": ("ep2_grouped", "legacy", {"ep": 2, "layers": 2}),
+    "dist_mixed_to_pp2": ("tp2_mixed", "dist", {"tp": 1, "pp": 2}),
+    "dist_distributed": ("tp2_dp2_distopt", "legacy", {"tp": 1}),
+    "dist_experts_distributed": ("tp2_dp2_ep2_etp1_distopt", "legacy", {"tp": 1, "etp": 1, "moe_freq": (0, 1, 1)}),
+    "dist_mla_to_pp2": ("tp2_mla", "dist", {"pp": 2}),  # (with tp=1, megatron-core's own gradients differ)
+    "dist_mtp": ("tp2_dp2_mtp_distopt", "dist", {"tp": 2}),
+}
+SOME = ("vpp2_to_vpp4", "uneven_to_layout", "mtp_to_its_own_stage", "dist_ep2_to_tp2", "dist_distributed")
+MORE = ("experts_to_etp1", "groups_on_two_ranks_each", *(name for name in DISTRIBUTED if name not in SOME))
+ALL_RUNS = {
+    name: run for name, run in (RUNS | DISTRIBUTED).items() if os.environ.get(LANE) == "all" or name not in MORE
 }
 HUGGING_FACE = {
     "llama_tp2": (False, MegatronSpec(tp=2, groups=2, vocab=62, divisible=1)),
@@ -189,10 +222,13 @@ def resumed(session_folder: Path, megatron_folder: Path) -> dict[str, dict[str, 
 
     def write(folder: Path) -> dict[str, dict[str, Any]]:
         jobs = {}
-        for name, (source, kind, changes) in RUNS.items():
+        for name, (source, kind, changes) in ALL_RUNS.items():
             spec = replace(CASES[source], **changes)
             view = lazyckpt.open(megatron_folder / source / kind)
-            view.to_megatron(folder / name, tp=spec.tp, pp=spec.pp, ep=spec.ep)
+            if name in DISTRIBUTED:  # (the degrees are those of args)
+                view.to_megatron(folder / name, tp=CASES[source].tp, ep=spec.ep, ckpt_format="torch_dist")
+            else:
+                view.to_megatron(folder / name, **division(spec))
             jobs[name] = (folder / name, spec)
             if not CASES[source].distributed:
                 jobs[f"as {source}"] = (megatron_folder / source / "legacy", CASES[source])
@@ -237,11 +273,11 @@ def _llama(folder: Path, tied: bool, spec: MegatronSpec) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ALL_RUNS)
 def test_megatron_core_resumes_training(
     resumed: dict[str, dict[str, Any]], megatron_folder: Path, megatron_cases: dict[str, Case], name: str
 ) -> None:
-    source, _, _ = RUNS[name]
+    source, _, _ = ALL_RUNS[name]
     spec, found = CASES[source], resumed[name]
     assert found["iteration"] == 3
     for state, truth in megatron_cases[source].truth.items():
@@ -382,7 +418,13 @@ def test_unsupported_models(megatron_cases: dict[str, Case], tmp_path: Path) -> 
         view.states["exp_avg"].to_megatron(tmp_path / "out")
     for degrees, words in (
         ({"pp": 3}, "evenly"),
-        ({"tp": 4}, "groups of heads"),
+        ({"tp": 8}, "4 heads"),
+        ({"pp": 2, "layout": [1, 2]}, "do not fit the layout"),
+        ({"pp": 2, "layout": "Et|tmL"}, "stage m"),
+        ({"pp": 2, "layout": "Et|tL|"}, "no multiple of pp=2"),
+        ({"pp": 2, "layout": "t|tL"}, "one E first"),
+        ({"vpp": 2}, "give pp="),
+        ({"etp": 2}, "etp"),
         ({"ep": 2}, "no experts"),
         ({"tp": 0}, "tp=0"),
     ):
@@ -428,3 +470,113 @@ def test_resume_of_interrupted_export(
     assert len(files) == 4
     assert sum(written) == sum(t.nbytes for stored in files for t in stored.values()) - finished
     check_whole(lazyckpt.open(tmp_path / "out"), view)
+
+
+# -- models that run on GPUs only
+
+
+def test_hybrid_models(tmp_path: Path) -> None:
+    """Mamba layers, attention and MLPs, each a layer of its own, with an optimizer: as mamba_mixer.py stores them."""
+    sizes = [16, 16, 6, 6, 4]
+    mixer, attention, mlp = "decoder.layers.0.mixer.", "decoder.layers.1.self_attention.", "decoder.layers.2.mlp."
+    model: dict[str, tuple[torch.Tensor, Cut]] = {
+        "embedding.word_embeddings.weight": (torch.randn(16, 8), rows),
+        mixer + "dt_bias": (torch.randn(4), rows),
+        mixer + "A_log": (torch.randn(4), rows),
+        mixer + "D": (torch.randn(4), rows),
+        mixer + "in_proj.layer_norm_weight": (torch.randn(8), same),
+        mixer + "in_proj.weight": (torch.randn(sum(sizes), 8), fused(sizes)),
+        mixer + "conv1d.weight": (torch.randn(sum(sizes[1:4]), 1, 4), fused(sizes[1:4])),
+        mixer + "conv1d.bias": (torch.randn(sum(sizes[1:4])), fused(sizes[1:4])),
+        mixer + "norm.weight": (torch.randn(16), rows),
+        mixer + "out_proj.weight": (torch.randn(8, 16), columns),
+        attention + "linear_proj.weight": (torch.randn(8, 16), columns),
+        attention + "linear_qkv.layer_norm_weight": (torch.randn(8), same),
+        attention + "linear_qkv.weight": (torch.randn(32, 8), rows),
+        mlp + "linear_fc1.layer_norm_weight": (torch.randn(8), same),
+        mlp + "linear_fc1.weight": (torch.randn(24, 8), rows),
+        mlp + "linear_fc2.weight": (torch.randn(8, 24), columns),
+        "decoder.final_norm.weight": (torch.randn(8), same),
+        "output_layer.weight": (torch.randn(16, 8), rows),
+    }
+    settings = {"num_layers": 3, "hidden_size": 8, "mamba_head_dim": 4, "mamba_state_dim": 3, "mamba_num_groups": 2,
+                "group_query_attention": True, "num_query_groups": 2, "swiglu": False}  # fmt: skip
+    groups = {mult: [n for n, (t, _) in enumerate(model.values()) if (t.ndim > 1) == bool(mult)] for mult in (1.0, 0.0)}
+    order = [list(model.values())[n][0] for mult in groups for n in groups[mult]]
+    state = {n: {"step": torch.tensor(3.0), "exp_avg": t * 2, "exp_avg_sq": t * t} for n, t in enumerate(order)}
+    starts = {1.0: 0, 0.0: len(groups[1.0])}
+    listed = [
+        {"wd_mult": mult, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "lr": 0.1,
+         "params": list(range(starts[mult], starts[mult] + len(groups[mult])))}
+        for mult in groups
+    ]  # fmt: skip
+    optimizer = {"state": state, "param_groups": listed}
+    view = lazyckpt.open(save_tensor_parallel(tmp_path / "whole", model, 1, args=settings, optimizer=optimizer))
+    assert not view.problems and set(view.states["exp_avg"]) == set(model)
+    view.to_megatron(tmp_path / "ranks", tp=2, pp=3)
+    found = files(tmp_path / "ranks")
+    held: dict[str, list[str]] = {}
+    for name in model:
+        stage = 2 if name.startswith(("output", "decoder.final")) else 0
+        stage = int(name.split(".")[2]) if name.startswith("decoder.layers.") else stage
+        held.setdefault(f"_{stage:03d}", []).append(name)
+    for path, root in found.items():
+        rank, stage = int(path.split("/")[1][8:10]), path.split("/")[1][10:]
+        tensors = {n: t for n, t in root["model"].items() if isinstance(t, torch.Tensor)}
+        wanted = {re.sub(r"layers\.\d", "layers.0", name): model[name] for name in held[stage]}
+        assert list(tensors) == list(wanted), "in the order of the model"
+        for name, (whole, cut) in wanted.items():
+            assert bit_equal(tensors[name], cut(whole, rank, 2).contiguous()), (path, name)
+    check_whole(lazyckpt.open(tmp_path / "ranks"), view, ("weights", "exp_avg", "exp_avg_sq"))
+    with pytest.raises(MeshError, match="one chunk on each stage"):
+        view.to_megatron(tmp_path / "chunks", pp=3, layout=[1, 0, 1, 0, 1, 0])
+    view.to_megatron(tmp_path / "dist", ckpt_format="torch_dist")
+    dist = lazyckpt.open(tmp_path / "dist")
+    key = "iter_0000003/" if any(name.startswith("iter_") for name in dist.stored) else ""
+    for part, rows_of in zip(("z", "x", "B", "C", "dt"), model[mixer + "in_proj.weight"][0].split(sizes), strict=True):
+        assert bit_equal(dist.stored[f"{key}{mixer}in_proj.weight.{part}"][...], rows_of), part
+    for state_name in ("weights", "exp_avg", "exp_avg_sq"):
+        for name in model:
+            assert bit_equal(dist.states[state_name][name][...], view.states[state_name][name][...]), (state_name, name)
+
+
+# -- distributed checkpoints
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    sampled(
+        [*(name for name in WRITTEN if not CASES[name].distributed), "tp2_dp2_distopt"],
+        ("ep2", "ep2_grouped", "tp2_mixed", "tp2_mla", "pp2_tied_bf16", "tp2_dp2_distopt"),
+    ),
+)
+def test_a_distributed_checkpoint_has_what_megatrons_has(
+    megatron_folder: Path, megatron_cases: dict[str, Case], tmp_path: Path, name: str
+) -> None:
+    spec = CASES[name]
+    lost = lazyckpt.open(megatron_cases[name].path).to_megatron(
+        tmp_path / "out", **division(spec), ckpt_format="torch_dist", verify=name == "ep2"
+    )
+    assert set(lost.left_out) == {"rng_state", *CLASSES}
+    (ours,), (theirs,) = (
+        [path.parent for path in root.glob("*/.metadata")]
+        for root in (tmp_path / "out", megatron_folder / name / "dist")
+    )
+    assert (ours / "metadata.json").read_text() == (theirs / "metadata.json").read_text()
+    found, wanted = (FileSystemReader(folder).read_metadata().state_dict_metadata for folder in (ours, theirs))
+    about = {key: getattr(entry, "size", None) for key, entry in wanted.items() if not key.startswith("rng_state/")}
+    assert {key: getattr(entry, "size", None) for key, entry in found.items()} == about
+    one, other = (
+        {key: torch.empty(size, dtype=found[key].properties.dtype) for key, size in about.items() if size is not None}
+        for _ in range(2)
+    )
+    for state, folder in ((one, ours), (other, theirs)):
+        dcp.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    for key in one:
+        assert bit_equal(one[key], other[key]), key
+    shared, genuine = (torch.load(folder / "common.pt", weights_only=False) for folder in (ours, theirs))
+    del shared["args"], genuine["args"]
+    check_same(shared, genuine, "common.pt")
+    view = lazyckpt.open(tmp_path / "out")
+    assert view.format == lazyckpt.open(megatron_folder / name / "dist").format and not view.problems

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import Problem, printable
-from .placement import Mesh, Placed, Rank
+from .placement import Division, Mesh, Place, Placed
 from .specs import TensorSpec
 
 
@@ -123,8 +123,8 @@ class Layout:
 
     Attributes
     ----------
-    mesh, rank
-        The parallel degrees, and the rank's coordinates.
+    division, place
+        The division of the checkpoint among ranks, and the rank's place in it.
     source
         The index of the whole checkpoint.
     rules
@@ -133,8 +133,8 @@ class Layout:
         State name -> name on the rank -> placement in the whole tensor.
     """
 
-    mesh: Mesh
-    rank: Rank
+    division: Division
+    place: Place
     source: Index
     rules: Mapping[str, Any]
     placed: Mapping[str, Mapping[str, Placed]]

@@ -28,6 +28,65 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
+class Pipeline:
+    """The distribution of a model's layers over pipeline stages.
+
+    A stage may have several model chunks (virtual stages). The pipeline visits chunk 0 of all stages, then chunk 1 of
+    all stages, and so on: position ``n`` is chunk ``n // stages`` of stage ``n % stages``.
+
+    Attributes
+    ----------
+    stages
+        The number of stages.
+    chunks
+        The number of model chunks on each stage.
+    layers
+        The number of layers of every chunk, by position. None: all chunks have the same number.
+    further
+        The position of the chunk that predicts further tokens (MTP). None: the last one; -1: there is none.
+    """
+
+    stages: int = 1
+    chunks: int = 1
+    layers: tuple[int, ...] | None = None
+    further: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The division of a model among ranks.
+
+    Attributes
+    ----------
+    mesh
+        The parallel degrees.
+    etp
+        The number of ranks that cut an expert's tensors; ``mesh.tp`` cut all others.
+    pipeline
+        The layers on the pipeline stages.
+    """
+
+    mesh: Mesh
+    etp: int
+    pipeline: Pipeline
+
+
+class Place(NamedTuple):
+    """A rank's place in a division.
+
+    Attributes
+    ----------
+    rank
+        The rank's coordinates in the mesh.
+    etp
+        The index of the rank among those that cut an expert's tensors.
+    """
+
+    rank: Rank
+    etp: int
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """A block of a rank-local array, and the position of its first element in the global tensor.
 

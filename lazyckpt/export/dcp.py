@@ -57,7 +57,7 @@ class _Chunk(NamedTuple):
 
 
 @dataclass(slots=True)
-class _State:
+class StateDict:
     """A flattened state dict, by dotted key: the path of each value, the tensors, the other objects, and the aliases
     (additional keys of a tensor)."""
 
@@ -78,10 +78,10 @@ def _plan(view: View, dest: str | os.PathLike[str], options: WriteOptions) -> Wr
     lost: Lost = {}
     state = _state_dict(view, lost)
     check_names(state.paths)
-    rows = list(_files(state.tensors))
-    objects, spans = _objects(state.objects)
+    rows = list(files_of(state.tensors))
+    objects, spans = objects_of(state.objects)
     texts = {"__0_0.distcp": objects} if spans else {}
-    metadata = _metadata(state, rows, spans)
+    metadata = metadata_of(state, rows, spans, dict(state.paths))
     files = []
     for name, chunks in rows:
         items = [chunk.item for chunk in chunks]
@@ -104,9 +104,9 @@ def _plan(view: View, dest: str | os.PathLike[str], options: WriteOptions) -> Wr
 # -- the state dict
 
 
-def _state_dict(view: View, lost: Lost) -> _State:
+def _state_dict(view: View, lost: Lost) -> StateDict:
     """Convert the view to the state dict that a training script saves: ``model``, ``optim``, and other entries."""
-    state = _State()
+    state = StateDict()
     states = view.states
     if view.state in WEIGHTS:
         tensors, aliases = view.once()
@@ -145,7 +145,7 @@ def _state_dict(view: View, lost: Lost) -> _State:
     return state
 
 
-def _add_meta(state: _State, view: View, lost: Lost) -> None:
+def _add_meta(state: StateDict, view: View, lost: Lost) -> None:
     stored = view.stored
 
     def tensor(name: str) -> Any:
@@ -220,7 +220,7 @@ def _chunks(tensor: Writable) -> Iterator[tuple[Shape, Writable]]:
         yield (at, *(0,) * (len(shape) - 1)), tensor.lazy[at : at + rows]
 
 
-def _files(tensors: Mapping[str, Writable]) -> Iterator[tuple[str, list[_Chunk]]]:
+def files_of(tensors: Mapping[str, Writable]) -> Iterator[tuple[str, list[_Chunk]]]:
     """Distribute the chunks over files; yield (file name, chunks)."""
     chunks: list[_Chunk] = []
     offset, number = 0, 1
@@ -239,7 +239,7 @@ def _files(tensors: Mapping[str, Writable]) -> Iterator[tuple[str, list[_Chunk]]
         yield f"__0_{number}.distcp", chunks
 
 
-def _objects(objects: Mapping[str, Any]) -> tuple[bytes, dict[str, tuple[int, int]]]:
+def objects_of(objects: Mapping[str, Any]) -> tuple[bytes, dict[str, tuple[int, int]]]:
     """Return the content of the file of all objects that are not tensors, and the (offset, size) of each object."""
     file = io.BytesIO()
     spans = {}
@@ -251,7 +251,13 @@ def _objects(objects: Mapping[str, Any]) -> tuple[bytes, dict[str, tuple[int, in
     return file.getvalue(), spans
 
 
-def _metadata(state: _State, rows: list[tuple[str, list[_Chunk]]], spans: Mapping[str, tuple[int, int]]) -> bytes:
+def metadata_of(
+    state: StateDict,
+    rows: list[tuple[str, list[_Chunk]]],
+    spans: Mapping[str, tuple[int, int]],
+    paths: Mapping[str, Key] | None,
+) -> bytes:
+    """Return the content of `.metadata`. ``paths``: what torch's default planner keeps there; Megatron: None."""
     from torch.distributed.checkpoint import metadata as torch_metadata
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -279,7 +285,7 @@ def _metadata(state: _State, rows: list[tuple[str, list[_Chunk]]], spans: Mappin
             entries[key] = torch_metadata.TensorStorageMetadata(
                 about, tensor.shape, list(listed[state.aliases.get(key, key)])
             )
-    whole = torch_metadata.Metadata(entries, planner_data=dict(state.paths), storage_data=places)
+    whole = torch_metadata.Metadata(entries, planner_data=paths, storage_data=places)
     return pickle.dumps(whole, protocol=4)
 
 

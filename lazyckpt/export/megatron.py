@@ -1,9 +1,12 @@
-"""Megatron-LM's checkpoints of rank files (``--ckpt-format torch``): a file per tp, pp and ep rank, and the tracker.
+"""Megatron-LM's checkpoints: rank files (``--ckpt-format torch``), a file per tp, pp and ep rank, and a tracker file.
 
-A rank's file has the tensors of `CheckpointView.shard`: layers are distributed evenly over stages, and experts are
-split like all other weights (expert-tensor-parallel degree = tp). The vocabulary is padded with zeros to a multiple of
-make_vocab_size_divisible_by * tp if the source's arguments have that value, else of tp; padding rows that fewer ranks
-do not need are removed if the arguments distinguish them from tokens. With several stages, the last one has its own
+The same model as a distributed checkpoint (``torch_dist``) is in `megatron_dist`.
+
+A rank's file has the tensors of `CheckpointView.shard`, of each model chunk of a stage under a key of its own
+(``model0``, ``model1``). Files are numbered by tensor-, pipeline- and expert-parallel ranks, so the
+expert-tensor-parallel degree has to divide the tensor-parallel one. The vocabulary is padded with zeros to a multiple
+of make_vocab_size_divisible_by * tp, if that is given or in the source's arguments, else of tp; padding rows that are
+not needed are removed if the arguments distinguish them from tokens. With several stages, the last one has its own
 copy of a tied embedding. ``args`` are the source's with the new degrees, or are derived from names, shapes and a
 config.json. If the view reads fp32 copies, the weights get the dtype that the arguments name.
 
@@ -28,100 +31,36 @@ None). A file's tensors are those of `layouts.shard` for the rank, in the parame
 
 from __future__ import annotations
 
-import argparse
 import io
+import json
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
 
-from ..core.box import Box
-from ..core.compose import compose
-from ..core.dtypes import DType
-from ..core.index import Index
-from ..core.placement import Mesh, Placement, Rank
-from ..core.specs import TensorSpec, renamed
-from ..derive.groups import step_of
-from ..errors import DataError, MeshError, some
-from ..formats.megatron.layers import sort_key
-from ..io.storage.base import Store
+from ..core.placement import Division, Rank
+from ..errors import DataError, MeshError
 from ..jobs.destination import Kind
-from ..jobs.plan import File, Writable, WritePlan
+from ..jobs.plan import File, WritePlan
 from ..jobs.publish import fingerprint
-from ..layouts.megatron import is_buffer, is_expert, stack_of
-from ..layouts.ranks import mesh_of
-from ..layouts.rename.apply import heads_of
-from ..layouts.shard import sharded
-from ..layouts.tables import pattern
-from ..lazy import LazyArray, named
-from .megatron_args import EMBEDDING, complete, of_rank_files, source_args, true_vocabulary
-from .megatron_optimizer import NO_OPTIM, Optimizer, optimizer_of
+from ..layouts.megatron import flag, is_buffer
+from ..layouts.pipeline import PipelineLayout, pipeline_of
+from ..layouts.ranks import division_of, mesh_of, place_of, world_size
+from ..lazy import LazyArray
+from .dcp import files_of, metadata_of, objects_of
+from .megatron_dist import ABOUT, Keys, common, state_dict, value_of
+from .megatron_model import EXTRA, HEAD_MODULE, Model, model_of
 from .options import WriteOptions
-from .torch import Held, Viewed, layout_of, leaves, replaced
-from .training import Lost, restored
-from .writer import BY_NAMES, WEIGHTS, View, Writer, forecast_of_states, plan_of_folder
+from .torch import Held, Viewed, layout_of, leaves, replaced, row
+from .training import Lost
+from .writer import BY_NAMES, View, Writer, forecast_of_states, plan_of_folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_VERSION = 3.0  # checkpoint_version in which rows of fused q, k and v are ordered by group
-_HEAD = "output_layer.weight"
-_HEAD_MODULE = "output_layer"  # the last stage has it even if its matrix is tied
 _RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_BEHIND = (1 << 30,)  # sorts after all others
 _PER_TENSOR = 1024  # approximate bytes of a tensor in a file besides its data
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """The content that all ranks' files are made from. ``index`` is the whole model with Megatron's names; ``extra``
-    has patterns of the modules with an ``_extra_state``; ``dtype`` is the dtype of weights made from fp32 copies."""
-
-    store: Store
-    index: Index
-    mesh: Mesh
-    args: argparse.Namespace
-    optimizer: Optimizer | None
-    around: Mapping[str, Any]
-    extra: frozenset[str]
-    dtype: torch.dtype | None
-    kept: dict[str, Any] = field(default_factory=dict)  # cache of `sharded`, shared by all ranks
-
-    def file(self, rank: Rank) -> dict[str, Any]:
-        """Return the content of a rank's file, with lazy tensors."""
-        names = {state: tuple(specs) for state, specs in self.index.states.items()}
-        here = sharded(self.index, names, self.mesh, rank, {}, self.kept).states
-        tensors = {
-            state: {name: self._in_file(state, spec) for name, spec in specs.items()} for state, specs in here.items()
-        }
-        weights = tensors["weights"]
-        order = sorted(weights, key=lambda name: _place(name) or _BEHIND)
-        head = [_HEAD_MODULE] if _HEAD not in weights and rank.pp == self.mesh.pp - 1 else []
-        whole: dict[str, Any] = {"args": self.args, "checkpoint_version": _VERSION, **self.around}
-        whole["model"] = _with_extra({name: weights[name] for name in order}, self.extra, head)
-        if self.optimizer is not None:
-            shapes = {name: tuple(weights[name].shape) for name in order}
-            whole["optimizer"] = self.optimizer.of_rank(order, shapes, tensors)
-        return whole
-
-    def _in_file(self, state: str, spec: TensorSpec) -> Writable:
-        """Return a tensor in the shape that the file has. GroupedMLP keeps all experts of a rank in two tensors of
-        shape [experts, hidden, width] and [experts, width, hidden]; the file has the same bytes as [hidden, experts *
-        width] and [experts * width, hidden] (transformer/moe/experts.py `GroupedMLP.forward`: ``view`` of the
-        parameter)."""
-        tensor = LazyArray(self.store, spec)
-        if self.dtype is not None and state == "weights" and spec.dtype.is_floating_point:
-            tensor = tensor.astype(self.dtype)
-        which = stack_of(spec.name)
-        if which is None or len(spec.shape) != 3:
-            return tensor
-        experts, inner, outer = spec.shape
-        return Viewed(tensor, (inner, experts * outer) if which == 1 else (experts * inner, outer))
 
 
 def rank_folder(tp: int, pp: int, ep: int, pp_size: int, ep_size: int) -> str:
@@ -139,16 +78,40 @@ def is_rank_folder(name: str) -> bool:
 
 
 def _plan(
-    view: View, dest: str | os.PathLike[str], options: WriteOptions, *, tp: int = 1, pp: int = 1, ep: int = 1
+    view: View,
+    dest: str | os.PathLike[str],
+    options: WriteOptions,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int = 1,
+    layout: PipelineLayout | None = None,
+    vocab_multiple: int | None = None,
+    ckpt_format: str = "torch",
+    distributed_optimizer: bool | None = None,
 ) -> WritePlan:
     lost: Lost = {}
-    model = _model(view, mesh_of(tp, pp, 1, ep), lost)
+    division = division_of(mesh_of(tp, pp, 1, ep), etp, pipeline_of(pp, vpp, layout))
+    if ckpt_format not in ("torch", "torch_dist"):
+        raise DataError(
+            f"ckpt_format={ckpt_format!r}: Megatron's formats that can be written are 'torch', 'torch_dist'"
+        )
+    if distributed_optimizer and ckpt_format == "torch":
+        raise DataError("distributed_optimizer=True: it can be written with ckpt_format='torch_dist' only")
+    ranks = _ranks(division) if ckpt_format == "torch" else []
+    model = model_of(view, division, vocab_multiple, lost)
     iteration = model.around["iteration"]
     folder = f"iter_{iteration:07d}" if iteration else "release"
+    if ckpt_format == "torch_dist":
+        if distributed_optimizer is None:
+            distributed_optimizer = flag(view.meta.get("args"), "use_distributed_optimizer") is True
+        return _plan_of_distributed(model, dest, options, folder, distributed_optimizer, lost)
     files: list[File] = []
     where: list[tuple[LazyArray, object]] = []
     bare: list[bytes] = []
-    for rank in (Rank(t, p, 0, e) for p in range(pp) for t in range(tp) for e in range(ep)):
+    for rank in ranks:
         key = f"{folder}/{rank_folder(rank.tp, rank.pp, rank.ep, pp, ep)}/model_optim_rng.pt"
         whole = model.file(rank)
         held = list(leaves(whole))
@@ -171,193 +134,66 @@ def _plan(
     )
 
 
-def _model(view: View, mesh: Mesh, lost: Lost) -> _Model:
-    if view.state not in WEIGHTS:
-        raise DataError(f"rank files of Megatron hold weights and their states, this is a view of {view.state!r}")
-    tensors, aliases = view.once()
-    _check(view, tensors, mesh)
-    args = source_args(view.meta, lost)
-    own = view.states[view.state]
-    # a tied head is not a separate tensor of the model
-    weights = {
-        name: renamed(own[name].spec, name) for name in (*tensors, *aliases) if name not in aliases or name != _HEAD
+def _plan_of_distributed(
+    model: Model,
+    dest: str | os.PathLike[str],
+    options: WriteOptions,
+    folder: str,
+    distributed: bool,
+    lost: Lost,
+) -> WritePlan:
+    """Return the plan of a distributed checkpoint, whose files do not depend on the ranks. ``distributed``: for
+    Megatron's distributed optimizer."""
+    model.args.ckpt_format, model.args.use_distributed_optimizer = "torch_dist", distributed
+    whole = replace(model, division=division_of(mesh_of(1, 1, 1, 1))).file(Rank())
+    weights = model.index.states["weights"]
+    keys = Keys(weights, model.args)
+    kinds = dict(model.index.states)
+    if model.optimizer is None:
+        kinds = {"weights": weights}
+    elif distributed:  # it has copies of float32 weights, too
+        kinds = {"fp32": {n: t for n, t in weights.items() if not is_buffer(n)}, **kinds}
+    states = {
+        state: {key: model.lazy(state, spec) for key, spec in keys.stacked(specs).items()}
+        for state, specs in kinds.items()
+        if state != "step"
     }
-    states = {"weights": weights}
-    for state, part in view.states.items():
-        if state != "weights":
-            states[state] = {name: renamed(t.spec, name) for name, t in part.items() if name in weights}
-    tied = _HEAD not in weights
-    dtype = _trained_in(args) if view.state == "fp32" else None
-    complete(args, weights, view.meta, tied, dtype or _usual(weights))
-    if mesh.tp > 1 and heads_of({"args": args}) is None and any(".linear_qkv." in name for name in weights):
-        raise DataError(
-            f"tp={mesh.tp}: how many heads and groups linear_qkv has is not known, so it cannot be cut (the source has "
-            "no args and no config.json): write it with tp=1"
-        )
-    states = _without_padding(states, args, mesh.tp, lost)
-    of_16_bits = dtype is not None or any(_is_half(spec.dtype.torch) for spec in states["weights"].values())
-    unknown = [name for name in weights if _place(name) is None and not is_buffer(name)]
-    if unknown and len(states) > 1:
-        lost["optimizer"] = f"the place of {some(unknown)} among its parameters is not known: {NO_OPTIM}"
-    optimizer = None if unknown else optimizer_of(view, states, of_16_bits, mesh.ep, lost)
-    around = _around(view, optimizer, args, lost)
-    of_rank_files(args, states["weights"], mesh, around["iteration"], lost)
-    wanted = ("weights", *(("fp32",) if of_16_bits else ()), *optimizer.states) if optimizer else ("weights",)
-    index = Index("megatron", {state: states[state] for state in wanted}, {}, meta={**view.meta, "args": args})
-    store = next(iter(tensors.values())).store
-    return _Model(store, index, mesh, args, optimizer, around, _extra(view, weights), dtype)
-
-
-def _check(view: View, tensors: Mapping[str, LazyArray], mesh: Mesh) -> None:
-    strange = [name for name in tensors if pattern("megatron.model").search(name) is None]
-    if not tensors:
-        raise DataError("there is no tensor in this view")
-    if len(strange) == len(tensors):
-        raise DataError(
-            f"{some(strange)} are no names of megatron-core's models: take view.rename('megatron') first, or a table "
-            "of your own (names begin with embedding., decoder.layers.N., decoder.final_layernorm. or output_layer.)"
-        )
-    if strange:
-        raise DataError(
-            f"megatron-core's models have no {some(strange)}, so their loader would refuse the checkpoint. Leave it "
-            "out: view.select(lambda name: name not in [...]), or give it one of their names with view.rename({...})"
-        )
-    if mesh.pp > 1 and any(name.startswith("mtp.") for name in tensors):
-        raise MeshError(f"pp={mesh.pp}: layers that predict further tokens (mtp.) can be written for one stage only")
-    if mesh.ep > 1 and not any(map(is_expert, tensors)):
-        raise MeshError(f"ep={mesh.ep}: this model has no experts")
-
-
-# -- the model
-
-
-def _usual(weights: Mapping[str, TensorSpec]) -> torch.dtype:
-    """Return the dtype of most weights, by number of elements."""
-    counts: dict[DType, int] = {}
-    for spec in weights.values():
-        counts[spec.dtype] = counts.get(spec.dtype, 0) + prod(spec.shape)
-    return max(counts, key=lambda dtype: counts[dtype]).torch
-
-
-def _trained_in(args: argparse.Namespace) -> torch.dtype | None:
-    """Return the 16-bit dtype that the arguments state for the weights; None if there is none."""
-    stated = getattr(args, "params_dtype", None)
-    return stated if isinstance(stated, torch.dtype) and _is_half(stated) else None
-
-
-def _is_half(dtype: torch.dtype) -> bool:
-    return dtype in (torch.bfloat16, torch.float16)
-
-
-def _without_padding(
-    states: dict[str, dict[str, TensorSpec]], args: argparse.Namespace, tp: int, lost: Lost
-) -> dict[str, dict[str, TensorSpec]]:
-    """Remove the padding rows from vocabularies that this tensor-parallel degree does not need."""
-    weights = states["weights"]
-    rows = weights[EMBEDDING].shape[0] if EMBEDDING in weights else 0
-    true = true_vocabulary(args, rows)
-    if true is None:
-        return states
-    step = tp * args.make_vocab_size_divisible_by
-    wanted = -(-true // step) * step
-    if wanted >= rows:
-        return states
-    names = [
-        name for name, spec in weights.items() if pattern("model.vocabulary").search(name) and spec.shape[0] == rows
-    ]
-    for name in names:
-        lost[name] = f"rows {wanted} to {rows} of its {rows}: padding behind {true} tokens that tp={tp} does not need"
-    return {
-        state: {name: _cropped(spec, wanted, rows) if name in names else spec for name, spec in specs.items()}
-        for state, specs in states.items()
-    }
-
-
-def _cropped(spec: TensorSpec, wanted: int, rows: int) -> TensorSpec:
-    if not spec.shape or spec.shape[0] != rows:  # a step count
-        return spec
-    rest = (0,) * (len(spec.shape) - 1)
-    shape = (wanted, *spec.shape[1:])
-    rule = "; ".join(filter(None, (spec.rule, f"without {rows - wanted} rows of padding")))
-    return compose(
-        spec.name, shape, [(spec, Placement.of(spec.shape, Box.of(shape), (0, *rest)))], rule, spec.stored_as
+    modules = [name.removesuffix(EXTRA) for name in whole["model"] if name.endswith(EXTRA)]
+    objects = keys.objects(module for module in modules if module != HEAD_MODULE)
+    state = state_dict(states, objects, distributed)
+    rows = list(files_of(state.tensors))
+    serialized, spans = objects_of(state.objects)
+    metadata = metadata_of(state, rows, spans, None)
+    common_pt = _saved(replaced(common(whole, distributed), value_of))
+    lazy = {key: t for key, t in state.tensors.items() if isinstance(t, LazyArray)}
+    texts = {f"{folder}/__0_0.distcp": serialized} if spans else {}
+    texts |= {f"{folder}/common.pt": common_pt, f"{folder}/metadata.json": json.dumps(ABOUT).encode()}
+    return plan_of_folder(
+        dest,
+        options,
+        Kind("checkpoint of Megatron", (TRACKER,)),
+        list(lazy.values()),
+        fingerprint([(t, (key, str(t.dtype), tuple(t.shape))) for key, t in lazy.items()], [common_pt, metadata]),
+        [
+            File(f"{folder}/{name}", sum(c.item.tensor.nbytes for c in chunks), partial(row, [c.item for c in chunks]))
+            for name, chunks in rows
+        ],
+        {**texts, f"{folder}/.metadata": metadata, TRACKER: str(model.around["iteration"] or "release").encode()},
+        lost,
+        around=2048 * max((len(chunks) for _, chunks in rows), default=1),
     )
 
 
-def _place(name: str) -> tuple[int, ...] | None:
-    """Return a key that sorts names in the order of the model's parameters; None for an unknown name."""
-    which = stack_of(name)
-    if which is not None:
-        name = f"{name[: -len('.weight1')]}.linear_fc{which}.weight"
-    if is_buffer(name):
-        name = f"{name.rpartition('.')[0]}.bias"
-    return sort_key(pattern("megatron.grouped_expert").sub(r"\1.\2", name))
-
-
-def _extra(view: View, weights: Mapping[str, TensorSpec]) -> frozenset[str]:
-    """Return patterns of the modules with an ``_extra_state``: Megatron's linear layers, and those in the source."""
-    model = view.meta.get("model")
-    theirs = [key for key in model if isinstance(key, str)] if isinstance(model, Mapping) else []
-    found = {key.removesuffix("._extra_state") for key in theirs if key.endswith("._extra_state")}
-    linear = {match[1] for match in map(pattern("megatron.linear").fullmatch, weights) if match is not None}
-    return frozenset(_NUMBER.sub("0", f"{module}.") for module in found | linear | {_HEAD_MODULE})
-
-
-def _with_extra(model: Mapping[str, Writable], extra: frozenset[str], more: list[str]) -> OrderedDict[str, Any]:
-    """Build the model's state dict, in which the parameters of each module in ``extra`` are followed by its
-    ``_extra_state``. ``more`` are modules without parameters on this rank."""
-    made: OrderedDict[str, Any] = OrderedDict()
-    last = ""
-    for name, tensor in model.items():
-        for module in _left(last, name):
-            if _NUMBER.sub("0", f"{module}.") in extra:
-                made[f"{module}._extra_state"] = None
-        made[name] = tensor
-        last = name
-    for module in (*_left(last, ""), *more):
-        if _NUMBER.sub("0", f"{module}.") in extra:
-            made[f"{module}._extra_state"] = None
-    return made
-
-
-def _left(name: str, after: str) -> list[str]:
-    """Return the modules, innermost first, that contain this parameter but not the one after it."""
-    parts = name.split(".")[:-1]
-    modules = [".".join(parts[:n]) for n in range(len(parts), 0, -1)]
-    return [module for module in modules if not after.startswith(f"{module}.")]
-
-
-# -- the other entries of a file
-
-
-def _around(view: View, optimizer: Optimizer | None, args: argparse.Namespace, lost: Lost) -> dict[str, Any]:
-    """Return the iteration, the scheduler and other entries that do not depend on the source's ranks. Iteration 0
-    means a release: weights only, not a run that can be resumed."""
-    meta = view.meta
-    steps = step_of(view)
-    counts = (meta.get("iteration"), meta.get("step"), int(steps.done) if steps is not None else None)
-    iteration = next((n for n in counts if type(n) is int and n > 0), 0)
-    if optimizer is not None and not iteration:
-        iteration = max(1, int(optimizer.each or 1))
-    around: dict[str, Any] = {"iteration": iteration}
-    if iteration and optimizer is None:
-        lost.setdefault("optimizer", f"the source has none: {NO_OPTIM}")
-    if iteration:
-        lost["rng_state"] = "generators' states belong to the source's ranks: load with --no-load-rng"
-    for key in ("opt_param_scheduler", "num_floating_point_operations_so_far"):
-        made = restored(meta.get(key), key, partial(named, view.stored), lost)
-        if made is not None:
-            around[key] = made
-    if optimizer is not None and "opt_param_scheduler" not in around:
-        lost["opt_param_scheduler"] = "the source has none: load with --override-opt_param-scheduler to start a new one"
-        rate = next((group["lr"] for groups in optimizer.chain for group in groups.values() if "lr" in group), 0.0)
-        around["opt_param_scheduler"] = {
-            "max_lr": rate, "min_lr": 0.0, "lr_warmup_steps": 0, "lr_decay_steps": 1, "lr_decay_style": "constant",
-            "num_steps": 0,
-        }  # fmt: skip
-    if meta.get("rerun_state_machine") is not None:
-        lost["rerun_state_machine"] = "it belongs to the source's ranks"
-    return around
+def _ranks(division: Division) -> list[Rank]:
+    """Return the ranks that write a file, in the order of stages. Raises MeshError if several would write the same."""
+    mesh, etp = division.mesh, division.etp
+    if mesh.tp % etp:
+        raise MeshError(
+            f"etp={etp}: files of ranks are numbered by tp, pp and ep, so with tp={mesh.tp} ranks with other shards of "
+            "the experts would write the same file: give an etp that divides tp"
+        )
+    ranks = {place_of(division, n).rank for n in range(world_size(mesh, etp))}
+    return sorted(ranks, key=lambda rank: (rank.pp, rank.tp, rank.ep))
 
 
 def _saved(value: Any) -> bytes:

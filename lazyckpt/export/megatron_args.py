@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from ..core.placement import Mesh
+from ..core.placement import Division, Pipeline
 from ..core.specs import TensorSpec
 from ..formats.megatron.layers import decoder_layer
 from ..layouts.megatron import is_gated, number
+from ..layouts.pipeline import ends_of, layout_of
+from ..layouts.ranks import world_size
 from ..layouts.rename.apply import heads_of
 from ..layouts.rename.table import builtin
 from ..layouts.stages import expert_of
@@ -24,7 +26,7 @@ from .training import Lost, restored
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
-# The source's distribution of layers over stages. The export distributes them evenly, without virtual stages.
+# The source's distribution of layers over stages.
 _DEALT = (
     "virtual_pipeline_model_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_model_parallel_layout",
     "num_layers_per_virtual_pipeline_stage", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
@@ -71,19 +73,21 @@ def complete(
 
 
 def of_rank_files(
-    args: argparse.Namespace, weights: Mapping[str, TensorSpec], mesh: Mesh, iteration: int, lost: Lost
+    args: argparse.Namespace, weights: Mapping[str, TensorSpec], division: Division, iteration: int, lost: Lost
 ) -> None:
     """Set the arguments that depend on the written files, such as the parallel degrees."""
+    mesh = division.mesh
     for name in (*_DEALT, *_SWITCHED_OFF):
         if hasattr(args, name):
             setattr(args, name, None if name in _DEALT else False)
     args.tensor_model_parallel_size = mesh.tp
     args.pipeline_model_parallel_size = mesh.pp
     args.expert_model_parallel_size = mesh.ep
-    args.expert_tensor_parallel_size = mesh.tp
+    args.expert_tensor_parallel_size = division.etp
     args.context_parallel_size = 1
-    args.data_parallel_size = mesh.ep  # experts are distributed over data-parallel ranks
-    args.world_size = mesh.tp * mesh.pp * mesh.ep
+    args.world_size = world_size(mesh, division.etp)
+    args.data_parallel_size = args.world_size // (mesh.tp * mesh.pp)  # experts are distributed over these ranks
+    _set_pipeline(args, weights, division.pipeline)
     args.ckpt_format = "torch"
     args.iteration = iteration
     if EMBEDDING in weights:
@@ -96,6 +100,20 @@ def of_rank_files(
     for name in _COMPARED:
         if getattr(args, name, None) is None:
             lost[f"args.{name}"] = "it is not known, and Megatron's loader fails without it: load with --finetune"
+
+
+def _set_pipeline(args: argparse.Namespace, weights: Mapping[str, TensorSpec], pipeline: Pipeline) -> None:
+    """Set the arguments that say how layers are distributed over stages, if not evenly over stages of one chunk."""
+    if pipeline.chunks > 1:
+        args.virtual_pipeline_model_parallel_size = pipeline.chunks
+        if pipeline.layers is None:
+            args.num_virtual_stages_per_pipeline_rank = pipeline.chunks
+    ends = ends_of(pipeline)
+    if ends is not None:
+        args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers = ends
+    elif pipeline.layers is not None:
+        predicting = {name.split(".")[2] for name in weights if name.startswith("mtp.layers.")}
+        args.pipeline_model_parallel_layout = layout_of(pipeline, len(predicting))
 
 
 def true_vocabulary(args: argparse.Namespace, rows: int) -> int | None:

@@ -146,6 +146,8 @@ def cut(
     the tensor cannot be cut this way.
     """
     rule, evidence = found
+    if _repeats_groups(name, whole, degree, heads):
+        return _repeated_group(whole, degree, index, heads.groups if heads else 1)
     step = degree * multiple
     padded = (-(-whole[0] // step) * step, *whole[1:]) if pattern("model.vocabulary").search(name) else whole
     reason = ""
@@ -191,8 +193,28 @@ def _cropped(placement: Placement, whole: Shape) -> Placement:
     return Placement(placement.shape, tuple(found))
 
 
+def _repeats_groups(name: str, whole: Shape, degree: int, heads: Heads | None) -> bool:
+    """Return whether several ranks have the same key-value head, because there are more ranks than such heads."""
+    if heads is None or not whole or heads.groups * heads.dim != whole[0]:
+        return False
+    more = degree > heads.groups and degree % heads.groups == 0 and heads.queries % degree == 0
+    return more and pattern("attention.kv").search(name) is not None
+
+
+def _repeated_group(whole: Shape, degree: int, index: int, groups: int) -> Known:
+    """Return the shard of a key or value matrix with one head for several neighbouring ranks."""
+    copies, rows = degree // groups, whole[0] // groups
+    shape, rest = (rows, *whole[1:]), (0,) * (len(whole) - 1)
+    placement = Placement(shape, (Part(Box.of(shape), (index // copies * rows, *rest)),))
+    return placement, f"shard {index} of {degree}: key-value head {index // copies} of {groups}, on {copies} ranks each"
+
+
 def check_heads(name: str, whole: Shape, degree: int, heads: Heads | None) -> None:
-    """Raise ValueError if the degree would cut a head or a group of heads. Tensors of other sizes are not checked."""
+    """Raise ValueError if the degree would cut a head or a group of heads. Tensors of other sizes are not checked.
+
+    megatron-core since 0.16 gathers the fused q, k and v of the ranks that share a group, so more ranks than groups cut
+    its rows wherever the cut falls (transformer/attention.py `SelfAttention.get_query_key_value_tensors`).
+    """
     if heads is None:
         return
     for which, dim, rows, count, what in (
@@ -201,7 +223,10 @@ def check_heads(name: str, whole: Shape, degree: int, heads: Heads | None) -> No
         ("kv", 0, heads.groups * heads.dim, heads.groups, "key-value heads"),
         ("out", 1, heads.queries * heads.dim, heads.queries, "heads"),
     ):
-        if pattern(f"attention.{which}").search(name) and dim < len(whole) and whole[dim] == rows and count % degree:
+        if not pattern(f"attention.{which}").search(name) or dim >= len(whole) or whole[dim] != rows:
+            continue
+        shared = which == "qkv" and degree > count and degree % count == 0 and heads.queries % degree == 0
+        if count % degree and not (shared and pattern("attention.gathered").search(name)):
             raise ValueError(f"{name!r} of shape {whole} cannot be cut over {degree} ranks: it has {count} {what}")
 
 
@@ -220,6 +245,8 @@ def regrouped(spec: TensorSpec, degree: int, index: int, heads: Heads | None) ->
     if merge is None:
         return None
     shapes = [placement.shape for placement in merge.placements]
+    if _repeats_groups(spec.name, spec.shape, degree, heads):
+        return None
     if pattern("model.vocabulary").search(spec.name) and degree > len(shapes):
         return None
     known = Source(lambda name: (lambda _: merge, _HOW))

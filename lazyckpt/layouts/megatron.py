@@ -224,6 +224,22 @@ def mixer_rule(name: str, args: Any) -> tuple[Rule, str] | None:
     return _fused(sizes, match[3] == "conv1d"), "args.mamba_*" if match[2] == "mixer" else "args.linear_*"
 
 
+def fused_parts(name: str, args: Any) -> list[tuple[str, int]] | None:
+    """Return the parts of a fused matrix of such a layer that distributed checkpoints store as separate tensors, with
+    their numbers of rows; None for other parameters. Raises ValueError if the arguments do not tell these."""
+    match = pattern("megatron.mixer").search(name)
+    if match is None:
+        return None
+    mamba = match[2] == "mixer"
+    sizes = _mamba(args) if mamba else _delta_net(args)
+    if sizes is None:
+        raise ValueError(f"the arguments do not tell how wide the fused parts of {name!r} are")
+    if match[3] == "conv1d":
+        sizes = sizes[1:4] if mamba else sizes[:3]
+    kinds = (parts for module, parts in PARTS if module == match[3] and (parts[-1] in ("dt", "C")) == mamba)
+    return list(zip(next(kinds), sizes, strict=True))
+
+
 def _mamba(args: Any) -> list[int] | None:
     """Return the numbers of rows of z, x, B, C and dt; None if the arguments do not say."""
     hidden, heads = number(args, "hidden_size"), number(args, "mamba_num_heads")

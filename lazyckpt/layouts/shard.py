@@ -7,7 +7,7 @@ the blocks of every tensor: a shard of a shard is cut from the whole tensors aga
 Order: expert-parallel ranks take whole experts, tensor-parallel ranks cut the remaining tensors, and each data-parallel
 rank has a flat partition of the result, as in ZeRO-3 (deepspeed/runtime/zero/partition_parameters.py
 `_partition_param`): ceil(n / dp) of n elements in C order, the last ranks' padded with zeros. Scalars (an optimizer's
-step) are whole on every rank.
+step) are whole on every rank. A tensor is cut over the tp ranks, a tensor of experts over the etp ones.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from ..core.extents import Chunk
 from ..core.flat import interval, joined
 from ..core.index import Index, Layout
 from ..core.names import matcher
-from ..core.placement import Mesh, Placed, Placement, Rank
+from ..core.placement import Division, Place, Placed, Placement
 from ..core.specs import Fragment, TensorSpec, renamed
 from ..errors import FormatError, MeshError, Problem, only_one, some
 from .cut import Known, cut, regrouped
+from .megatron import is_expert
 from .merge import Rule
-from .ranks import RankLike, rank_of, within, world_size
+from .ranks import RankLike, place_of, within, world_size
 from .rules import heads_in, is_megatron, sources_of
 from .stages import Stages, expert_of, is_stack
 
@@ -45,52 +46,53 @@ _HEADS = {  # embedding -> the name of its copy on Megatron's last stage, if the
 def sharded(
     index: Index,
     names: Mapping[str, Iterable[str]],
-    mesh: Mesh,
+    division: Division,
     rank: RankLike,
     rules: Mapping[str, Any],
     kept: dict[str, Any],
 ) -> Index:
     """Return the index of one rank's part of the named tensors, state by state.
 
-    ``kept`` caches the plan of the mesh, which is the same for all ranks.
+    ``kept`` caches the plan of the division, which is the same for all ranks.
 
-    Raises SelectionError if the mesh has no such rank, MeshError if a degree does not divide a tensor, its experts or
-    the layers, and FormatError for a rule that is not understood or a tensor without a rule.
+    Raises SelectionError if the division has no such rank, MeshError if a degree does not divide a tensor, its experts
+    or the layers, and FormatError for a rule that is not understood or a tensor without a rule.
     """
-    place, old = rank_of(mesh, rank), index.layout
+    place, old = place_of(division, rank), index.layout
     if old is None:
         wanted = {state: set(listed) for state, listed in names.items()}
-        return _Sharding(_plan(index, mesh, rules, kept), place).index(wanted)
-    mesh, place = within(old.mesh, old.rank, mesh, place)
+        return _Sharding(_plan(index, division, rules, kept), place).index(wanted)
+    division, place = within(old.division, old.place, division, place)
     of_whole = {state: {old.placed[state][name].source for name in listed} for state, listed in names.items()}
     rules = {**rules, **{glob: rule for glob, rule in old.rules.items() if glob not in rules}}
-    return _Sharding(_plan(old.source, mesh, rules, kept), place).index(of_whole)
+    return _Sharding(_plan(old.source, division, rules, kept), place).index(of_whole)
 
 
-def _plan(source: Index, mesh: Mesh, rules: Mapping[str, Any], kept: dict[str, Any]) -> _Plan:
+def _plan(source: Index, division: Division, rules: Mapping[str, Any], kept: dict[str, Any]) -> _Plan:
     """Return the cached plan if it is of these arguments, else a new one."""
     plan = kept.get("sharding")
-    if not isinstance(plan, _Plan) or plan.source is not source or (plan.mesh, plan.rules) != (mesh, rules):
-        plan = kept["sharding"] = _Plan(source, mesh, rules)
+    if not isinstance(plan, _Plan) or plan.source is not source or (plan.division, plan.rules) != (division, rules):
+        plan = kept["sharding"] = _Plan(source, division, rules)
     return plan
 
 
 class _Plan:
-    """The facts that are the same for all ranks of a mesh.
+    """The facts that are the same for all ranks of a division.
 
     ``every`` holds all tensors of the source by name, each from the first state that has it. ``cuts`` caches shards by
-    name, shape, tensor-parallel rank and expert-parallel rank.
+    name, shape, index among the ranks that cut the tensor and expert-parallel rank.
     """
 
-    def __init__(self, source: Index, mesh: Mesh, rules: Mapping[str, Any]) -> None:
-        self.source, self.mesh, self.rules = source, mesh, dict(rules)
+    def __init__(self, source: Index, division: Division, rules: Mapping[str, Any]) -> None:
+        mesh = division.mesh
+        self.source, self.division, self.rules = source, division, dict(rules)
         self.every = {name: spec for specs in reversed(list(source.states.values())) for name, spec in specs.items()}
         self.rule_of = sources_of(source, self.every, rules)
         self.widths = [(matcher(glob), rule["widths"]) for glob, rule in rules.items() if _has_widths(rule)]
         self.heads = heads_in(source)
         self.multiple = _multiple(source.meta.get("args"))
         self.experts = _experts(self.every) if mesh.ep > 1 else {}
-        self.stages = Stages(self.every, mesh.pp, is_megatron(source, self.every))
+        self.stages = Stages(self.every, division.pipeline, is_megatron(source, self.every))
         self.cuts: dict[tuple[str, Shape, int, int], Known] = {}
         self._rules: dict[str, tuple[Rule, str] | None] = {}
 
@@ -105,8 +107,9 @@ class _Plan:
 class _Sharding:
     """The implementation of `sharded`. ``unknown`` collects the tensors without a rule."""
 
-    def __init__(self, plan: _Plan, rank: Rank) -> None:
-        self.plan, self.source, self.mesh, self.rank = plan, plan.source, plan.mesh, rank
+    def __init__(self, plan: _Plan, place: Place) -> None:
+        self.plan, self.source, self.mesh = plan, plan.source, plan.division.mesh
+        self.place, self.rank = place, place.rank
         self.stages, self.every = plan.stages, plan.every
         self.unknown: dict[str, Shape] = {}
 
@@ -137,7 +140,7 @@ class _Sharding:
             aliases={alias: owner for alias, owner in aliases.items() if any(owner in s for s in states.values())},
             mesh=self.mesh,
             problems=tuple(problems),
-            layout=Layout(self.mesh, self.rank, self.source, self.plan.rules, placed),
+            layout=Layout(self.plan.division, self.place, self.source, self.plan.rules, placed),
         )
 
     def _message(self) -> str:
@@ -149,7 +152,7 @@ class _Sharding:
         )
 
     def _here(self, name: str) -> list[str]:
-        """Return the names of the tensor on this rank: one or none."""
+        """Return the names of the tensor on this rank: one or none, or several if several model chunks have it."""
         try:
             found = [local for stage, local in self.stages.of(name) if stage == self.rank.pp]
         except ValueError as e:
@@ -166,8 +169,8 @@ class _Sharding:
         if not expert.counted:
             return found
         # the number of the layer, which precedes that of the expert, may differ on this rank
-        head = found[0].removesuffix(f"{expert.number}{expert.tail}")
-        return [f"{head}{expert.number % each}{expert.tail}"]
+        heads = [local.removesuffix(f"{expert.number}{expert.tail}") for local in found]
+        return [f"{head}{expert.number % each}{expert.tail}" for head in heads]
 
     def _ties(self) -> tuple[dict[str, list[str]], dict[str, str]]:
         """Return the ties of this rank.
@@ -187,13 +190,13 @@ class _Sharding:
                     ties[owner] = [local]
         if self.rank.pp and getattr(self.source.meta.get("args"), _UNTIED, None) is False:
             for embedding, head in _HEADS.items():
-                if embedding in self.every and head not in self.every and not self._here(embedding):
+                if embedding in self.every and head not in self.every:
                     ties.setdefault(embedding, self._here(head))
         return ties, aliases
 
     def _cut(self, state: str, name: str, spec: TensorSpec) -> Known | None:
         """Return this rank's tensor- and expert-parallel shard of a tensor; None if no rule is known."""
-        key = (name, spec.shape, self.rank.tp, self.rank.ep)
+        key = (name, spec.shape, self._cutting(name)[1], self.rank.ep)
         if key not in self.plan.cuts:
             found = self._find_cut(state, name, spec)
             if found is None:
@@ -211,11 +214,13 @@ class _Sharding:
             each = shape[0] // mesh.ep
             shape, ahead = (each, *shape[1:]), self.rank.ep * each
         found: Known = Placement(shape), ""
-        if mesh.tp > 1 and 0 not in shape:
+        degree, _ = self._cutting(name)
+        if degree > 1 and 0 not in shape:
             try:
                 one = self._tensor_parallel(name, spec, shape)
             except ValueError as e:
-                raise MeshError(f"tp={mesh.tp}, state {state!r}: {e}") from None
+                which = "tp" if degree == mesh.tp else "etp"
+                raise MeshError(f"{which}={degree}, state {state!r}: {e}") from None
             if one is None:
                 self.unknown[name] = shape
                 return None
@@ -226,12 +231,16 @@ class _Sharding:
         parts = tuple(replace(p, start=(p.start[0] + ahead, *p.start[1:])) for p in placement.blocks)
         return replace(placement, parts=parts), rule
 
+    def _cutting(self, name: str) -> tuple[int, int]:
+        """Return how many ranks cut a tensor, and this rank's index among them."""
+        return (self.plan.division.etp, self.place.etp) if is_expert(name) else (self.mesh.tp, self.rank.tp)
+
     def _tensor_parallel(self, name: str, spec: TensorSpec, shape: Shape) -> Known | None:
         """Return the tensor-parallel shard of a tensor, or of its experts, of this shape; None if no rule is known.
 
         Raises ValueError if the tensor cannot be cut.
         """
-        degree, index = self.mesh.tp, self.rank.tp
+        degree, index = self._cutting(name)
         by_user = self.plan.rule_of[0].find(name) is not None
         stored = regrouped(spec, degree, index, self.plan.heads) if not by_user and not is_stack(name) else None
         if stored is not None:
@@ -255,7 +264,7 @@ class _Sharding:
         if hi - lo < each:
             pieces = [(flat, Placement.at(flat.shape, (0,)))] if hi > lo else []
             rest = (each - hi + lo,)
-            pieces.append((_zeros(whole, rest), Placement.at(rest, (hi - lo,))))
+            pieces.append((zeros_like(whole, rest), Placement.at(rest, (hi - lo,))))
             flat = compose(local, (each,), pieces, f"{rule}, and zeros", spec.stored_as)
         return flat, replace(placed, flat=(lo, hi))
 
@@ -277,14 +286,14 @@ def _block(local: str, whole: TensorSpec, placement: Placement, how: str) -> Ten
     if placement.numel < prod(shape):  # only the last rows of a vocabulary can be padding
         full = max((p.local.stop[0] for p in blocks), default=0)
         rest = (shape[0] - full, *shape[1:])
-        pieces.append((_zeros(whole, rest), Placement.at(rest, (full, *(0 for _ in rest[1:])))))
+        pieces.append((zeros_like(whole, rest), Placement.at(rest, (full, *(0 for _ in rest[1:])))))
     if not pieces:  # the shard is empty
         pieces = [(whole, Placement(whole.shape, ()))]
     rule = "; ".join(filter(None, (whole.rule, how)))
     return compose(local, shape, pieces, rule, whole.stored_as or whole.name)
 
 
-def _zeros(like: TensorSpec, shape: Shape) -> TensorSpec:
+def zeros_like(like: TensorSpec, shape: Shape) -> TensorSpec:
     """Return a tensor of zeros that no file holds."""
     paths = (f.extent.path for one in leaves(like) if not one.source for f in one.spec.fragments)
     path = next(paths, "")
@@ -319,13 +328,15 @@ def unsharded(shards: Sequence[Index]) -> Index:
     first = layouts[0] if layouts else None
     if first is None or any(one is None for one in layouts):
         raise MeshError("only views that `shard` gave can be put together, one of each rank")
-    by_rank = {one.rank: index for one, index in zip(layouts, shards, strict=True) if one is not None}
+    by_rank = {one.place: index for one, index in zip(layouts, shards, strict=True) if one is not None}
     source = first.source
     for one in layouts:
-        if one is not None and (one.mesh != first.mesh or not _same(one.source, source)):
-            raise MeshError(f"the shards are not of one checkpoint on one mesh: {first.mesh} and {one.mesh}")
-    every = [rank_of(first.mesh, n) for n in range(world_size(first.mesh))]
-    missing = [tuple(rank) for rank in every if rank not in by_rank]
+        if one is not None and (one.division != first.division or not _same(one.source, source)):
+            both = _differing(first.division, one.division)
+            raise MeshError(f"the shards are not of one checkpoint on one mesh: {both[0]} and {both[1]}")
+    division = first.division
+    every = [place_of(division, n) for n in range(world_size(division.mesh, division.etp))]
+    missing = [tuple(place.rank) for place in every if place not in by_rank]
     if missing:
         raise MeshError(f"{len(missing)} of {len(every)} ranks are missing: {some(missing)}")
     states: dict[str, dict[str, TensorSpec]] = {}
@@ -346,24 +357,28 @@ def unsharded(shards: Sequence[Index]) -> Index:
     return replace(source, states=states, aliases=aliases, layout=None)
 
 
+def _differing(a: Division, b: Division) -> tuple[Any, Any]:
+    return (a.mesh, b.mesh) if (a.etp, a.pipeline) == (b.etp, b.pipeline) else (a, b)
+
+
 def _same(a: Index, b: Index) -> bool:
     """Return whether two sources have the same tensor names."""
     return a is b or {s: list(t) for s, t in a.states.items()} == {s: list(t) for s, t in b.states.items()}
 
 
-def _locals(by_rank: Mapping[Rank, Index], every: Sequence[Rank], state: str) -> Iterator[tuple[Placed, TensorSpec]]:
+def _locals(by_rank: Mapping[Place, Index], every: Sequence[Place], state: str) -> Iterator[tuple[Placed, TensorSpec]]:
     """Yield the placements and tensors of all ranks, with the partitions of data-parallel ranks joined."""
-    for rank in every:
-        if rank.dp:
+    for place in every:
+        if place.rank.dp:
             continue
-        layout = by_rank[rank].layout
+        layout = by_rank[place].layout
         for name, placed in layout.placed[state].items() if layout is not None else ():
-            spec = by_rank[rank].states[state][name]
+            spec = by_rank[place].states[state][name]
             if placed.flat is None:
                 yield placed, spec
                 continue
             partitions = []
-            for other in (r for r in every if r._replace(dp=0) == rank):
+            for other in (p for p in every if p._replace(rank=p.rank._replace(dp=0)) == place):
                 index = by_rank[other]
                 flat = index.layout.placed[state][name].flat if index.layout is not None else None
                 if flat is not None and flat[1] > flat[0]:

@@ -12,7 +12,7 @@ from ..derive.dequantize import dequantized
 from ..derive.quantize import quantized
 from ..derive.restacking import upcycled, with_experts, with_layers
 from ..namespace import Step
-from ..reshaping import of_rank, shown_of, with_dtype, with_function, with_names
+from ..reshaping import division, of_rank, shown_of, with_dtype, with_function, with_names
 from .reading import Readable
 
 if TYPE_CHECKING:
@@ -208,6 +208,9 @@ class Derivable(Readable, Generic[View]):
         pp: int = 1,
         dp: int = 1,
         ep: int = 1,
+        etp: int | None = None,
+        vpp: int = 1,
+        layout: str | Sequence[int] | None = None,
         rank: int | tuple[int, ...] | Mapping[str, int],
         rules: Mapping[str, Any] | None = None,
     ) -> View:
@@ -220,7 +223,8 @@ class Derivable(Readable, Generic[View]):
         ----------
         tp
             Tensor-parallel degree. gate and up are cut separately, attention in whole groups of heads; the rows of a
-            vocabulary that do not divide are padded with zeros.
+            vocabulary that do not divide are padded with zeros. More ranks than key-value heads have copies of these;
+            megatron-core's fused q, k and v are then cut within the groups, as megatron-core 0.16 does.
         pp
             Pipeline-parallel degree: layers are distributed over stages. Megatron's names number the layers of each
             stage from 0; other names keep their numbers.
@@ -229,9 +233,19 @@ class Derivable(Readable, Generic[View]):
             moments, of shape (ceil(n / dp),) for n elements.
         ep
             Expert-parallel degree: experts are distributed over ranks.
+        etp
+            Expert-tensor-parallel degree: how many ranks cut an expert's tensors. By default ``tp``.
+        vpp
+            Model chunks of each pipeline stage (virtual stages). The pipeline visits chunk 0 of all stages, then chunk
+            1. Megatron's names then begin with ``model0.``, ``model1.``, as the keys of its files do.
+        layout
+            How many layers each stage has, if not all the same: a layout string of megatron-core such as
+            ``"Ett|(tt|)*6,tL"``, or a list such as ``[3, 4, 4, 3]``. Several chunks of a stage are listed in the order
+            of the pipeline.
         rank
             Which rank: a global number (tp varies fastest, then ep, dp, pp), a tuple (tp, pp, dp, ep), or a mapping
-            such as ``{"tp": 1}``.
+            such as ``{"tp": 1}``. Where ``etp`` is not ``tp``, ranks are numbered as in Megatron, and not every tp rank
+            meets every ep rank.
         rules
             How tensors are cut for which no rule is known, as in `lazyckpt.open`.
 
@@ -243,7 +257,7 @@ class Derivable(Readable, Generic[View]):
         Raises
         ------
         MeshError
-            A degree does not divide what it splits.
+            A degree does not divide what it splits, or the layout does not fit the layers.
         FormatError
             No rule is known for a tensor, or ``rules`` is invalid.
         SelectionError
@@ -251,7 +265,7 @@ class Derivable(Readable, Generic[View]):
         DataError
             The view is a part below a prefix. Shard the whole view, then take the part.
         """
-        return self._of(of_rank(self, (tp, pp, dp, ep), rank, rules or {}))
+        return self._of(of_rank(self, division(tp, pp, dp, ep, etp, vpp, layout), rank, rules or {}))
 
     # -- other layers and experts
 

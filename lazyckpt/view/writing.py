@@ -233,21 +233,40 @@ class Writable(Derivable[View]):
         tp: int = 1,
         pp: int = 1,
         ep: int = 1,
+        etp: int | None = None,
+        vpp: int = 1,
+        layout: str | Sequence[int] | None = None,
+        vocab_multiple: int | None = None,
+        ckpt_format: str = "torch",
+        distributed_optimizer: bool | None = None,
         dtype: torch.dtype | None = None,
         **options: Unpack[WriteOptions],
     ) -> WriteResult:
-        """Write the view as a Megatron-LM checkpoint of rank files (``--ckpt-format torch``), which Megatron-LM loads.
+        """Write the view as a checkpoint that Megatron-LM loads: rank files, or a distributed checkpoint.
 
         Names have to be megatron-core's: use ``view.rename("megatron")`` on other checkpoints.
-        `lazyckpt.export.megatron` describes the files.
+        `lazyckpt.export.megatron` and `lazyckpt.export.megatron_dist` describe the files.
 
         Parameters
         ----------
         dest
-            A folder. It gets ``iter_0000003/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` and
-            ``latest_checkpointed_iteration.txt``.
+            A folder. It gets ``latest_checkpointed_iteration.txt`` and ``iter_0000003/``, with
+            ``mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`` or the files of a distributed checkpoint.
         tp, pp, ep
             Tensor-, pipeline- and expert-parallel degrees. Each rank's files have the tensors that `shard` returns.
+        etp, vpp, layout
+            The same as for `shard`: the expert-tensor-parallel degree, model chunks of each stage, and how many layers
+            each has. In rank files ``etp`` has to divide ``tp``.
+        vocab_multiple
+            ``--make-vocab-size-divisible-by``: the rows of the vocabulary are padded with zeros to a multiple of it
+            times ``tp``. By default that of the source's arguments, else 1.
+        ckpt_format
+            As in Megatron-LM: "torch" writes a file for each rank, "torch_dist" a distributed checkpoint, which any
+            layout loads. The degrees then are those in its ``args``, ``ep`` above 1 says that the run has an optimizer
+            for experts, and ``tp`` how a vocabulary is padded.
+        distributed_optimizer
+            Whether the run that loads a distributed checkpoint has ``--use-distributed-optimizer``. By default what the
+            source's arguments say, else False.
         dtype, **options
             The same as for `to_dcp`.
 
@@ -259,13 +278,27 @@ class Writable(Derivable[View]):
         Raises
         ------
         MeshError
-            A degree does not divide the layers, heads, experts or tensors.
+            A degree does not divide the layers, heads, experts or tensors, or the layout does not fit the layers.
         DataError
             Names are not megatron-core's, or the view's state is neither "weights" nor "fp32".
         LazyckptError
             What `to_dcp` raises.
         """
-        return export("megatron", self if dtype is None else self.astype(dtype), dest, options, tp=tp, pp=pp, ep=ep)
+        return export(
+            "megatron",
+            self if dtype is None else self.astype(dtype),
+            dest,
+            options,
+            tp=tp,
+            pp=pp,
+            ep=ep,
+            etp=etp,
+            vpp=vpp,
+            layout=layout,
+            vocab_multiple=vocab_multiple,
+            ckpt_format=ckpt_format,
+            distributed_optimizer=distributed_optimizer,
+        )
 
     @with_options
     def to_gguf(

@@ -280,17 +280,18 @@ def build(spec: MegatronSpec, alone: bool = False, vocab: int | None = None) -> 
                 share_embeddings_and_output_weights=spec.tied,
                 position_embedding_type=spec.positions,
                 vp_stage=stage,
-                mtp_block_spec=_mtp_of(spec, config, layer_spec),
+                mtp_block_spec=_mtp_of(spec, config, layer_spec, stage),
             )
         )
     return chunks
 
 
-def _mtp_of(spec: MegatronSpec, config: Any, layer_spec: Any) -> Any:
-    """The block that predicts further tokens, of a model with one stage; None if it has none."""
+def _mtp_of(spec: MegatronSpec, config: Any, layer_spec: Any, stage: int | None) -> Any:
+    """The block that predicts further tokens; None if the model has none, or not on this stage."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 
-    return get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=False) if spec.mtp else None
+    made = get_gpt_mtp_block_spec(config, layer_spec, use_transformer_engine=False, vp_stage=stage)
+    return made if spec.mtp else None
 
 
 def tokens_of(spec: MegatronSpec, seed: int) -> torch.Tensor:
@@ -298,14 +299,16 @@ def tokens_of(spec: MegatronSpec, seed: int) -> torch.Tensor:
 
 
 def forward(model: Any, tokens: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-    if labels is None:  # what predicts further tokens is for training
-        from .megatron_save import unwrap
+    from .megatron_save import unwrap
 
-        bare = unwrap(model)
+    bare = unwrap(model)
+    predicts = bare.mtp_process, bare.config.mtp_num_layers
+    if labels is None:  # what predicts further tokens is for training
         bare.mtp_process, bare.config.mtp_num_layers = False, None
     positions = torch.arange(8).expand(2, 8)
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
     out: torch.Tensor = model(tokens, positions, mask, labels=labels)
+    bare.mtp_process, bare.config.mtp_num_layers = predicts
     return out
 
 

@@ -76,16 +76,65 @@ def load_checkpoint(root: Path, spec: MegatronSpec, chunks: list[Any], optimizer
 
     register_safe_globals()
     path, release = checkpoint_name(root)
+    if (path.parents[1] / "metadata.json").exists():
+        return load_dist(path.parents[1], spec, chunks, optimizer, scheduler)
     state = torch.load(path, map_location="cpu", weights_only=True)  # as torch does by default
     if state.get("checkpoint_version", 0) != 3.0:
         raise RuntimeError("rows of q, k and v would be put in another order")
     if not isinstance(state["args"], Namespace):
         raise RuntimeError(f"args: {state['args']}")
     check_checkpoint_args(state["args"], spec)
-    chunks[0].load_state_dict(state["model"], strict=True)
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"model{i}" if len(chunks) > 1 else "model"], strict=True)
     if release:
         return 0
     optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["opt_param_scheduler"])
+    return int(state["iteration"])
+
+
+def _prepare_adamw(spec: MegatronSpec, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
+    """Prepare the distributed optimizer for loading, which it does only with Transformer Engine's FusedAdam: torch's
+    AdamW has to have done a step, and keeps its count of steps, which the groups have, with each parameter."""
+    train(spec, chunks, optimizer, scheduler, steps=1, alike=True)
+    for one in optimizer.chained_optimizers:
+
+        def set_states(
+            parameter: Any, tensors: Any, one: Any = one, real: Any = one._set_main_param_and_optimizer_states
+        ) -> None:
+            real(parameter, one._get_main_param_and_optimizer_states(parameter) | tensors)
+
+        one._set_main_param_and_optimizer_states = set_states
+
+
+def load_dist(folder: Path, spec: MegatronSpec, chunks: list[Any], optimizer: Any, scheduler: Any) -> int:
+    """``load_checkpoint`` of --ckpt-format torch_dist: the iteration. --no-load-rng."""
+    from megatron.core import dist_checkpointing, mpu
+
+    from .megatron_save import unwrap
+
+    content = dist_checkpointing.load_content_metadata(str(folder)) or {}
+    metadata = content | {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
+    models: dict[str, Any] = {
+        f"model{i}" if len(chunks) > 1 else "model": unwrap(c).sharded_state_dict(metadata=metadata)
+        for i, c in enumerate(chunks)
+    }
+    wanted = dict(models)
+    if folder.name != "release":
+        if spec.distributed:
+            _prepare_adamw(spec, chunks, optimizer, scheduler)
+        wanted["optimizer"] = optimizer.sharded_state_dict(models, is_loading=True, metadata=metadata)
+    state = dist_checkpointing.load(wanted, str(folder))
+    if state["args"].num_layers != spec.layers:
+        raise RuntimeError(f"args: {state['args']}")
+    for key, chunk in zip(models, chunks, strict=True):
+        unwrap(chunk).load_state_dict(state[key], strict=True)
+    if folder.name == "release":
+        return 0
+    optimizer.load_state_dict(state["optimizer"])
+    for one in optimizer.chained_optimizers if spec.distributed else ():
+        for states in one.optimizer.state.values():  # (they share one count, which each parameter would raise)
+            states["step"] = states["step"].clone()
     scheduler.load_state_dict(state["opt_param_scheduler"])
     return int(state["iteration"])
 

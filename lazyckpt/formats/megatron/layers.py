@@ -8,16 +8,14 @@ layer is the number of layers in the chunks before it; the rules matter only whe
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...layouts.megatron import place
+from ...layouts.pipeline import MOST_LAYERS, stages_in
 from ...layouts.tables import pattern
 
 Counts = dict[tuple[int, int], int]  # (pipeline rank, chunk) -> layers
-
-_MOST = 100_000
 
 
 def offsets(pp: int, chunks: int, counts: Mapping[tuple[int, int], int]) -> Counts:
@@ -47,12 +45,13 @@ def planned(args: Any, pp: int, chunks: int) -> Counts:
     {(0, 0): 2, (1, 0): 3}
     """
     layers = getattr(args, "num_layers", None)
-    if type(layers) is not int or not 0 < layers < _MOST:
+    if type(layers) is not int or not 0 < layers < MOST_LAYERS:
         return {}
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if layout is not None:
-        table = _layout(layout)
-        if table is None or len(table) != pp * chunks or sum(table) != layers:
+        stages = stages_in(layout)
+        table = [stage.count("t") for stage in stages or ()]
+        if stages is None or len(table) != pp * chunks or sum(table) != layers:
             return {}
         return {(r, c): table[c * pp + r] for r in range(pp) for c in range(chunks)}
     first = _number(args, "decoder_first_pipeline_num_layers")
@@ -78,32 +77,7 @@ def planned(args: Any, pp: int, chunks: int) -> Counts:
 
 def _number(args: Any, name: str) -> int | None:
     value = getattr(args, name, None)
-    return value if type(value) is int and 0 <= value < _MOST else None
-
-
-def _layout(layout: Any) -> list[int] | None:
-    """Return the number of decoder layers of each stage in a layout: a string as `parse_str_to_list` reads it, a list,
-    or the record of a layout object (its ``input_data``).
-
-    >>> _layout("Et|(tt|)*2,mL")
-    [1, 2, 2, 0]
-    """
-    if not isinstance(layout, str | list):
-        layout = getattr(layout, "input_data", None)
-    if isinstance(layout, list):
-        rows = [row for row in layout if isinstance(row, list)]
-        if len(rows) < len(layout) or not all(isinstance(item, str) for row in rows for item in row):
-            return None
-        return [sum(item.strip().lower() in ("decoder", "t") for item in row) for row in rows]
-    if not isinstance(layout, str) or len(layout) > 10_000:
-        return None
-    text = layout.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
-        size = sum(len(m[1]) * int(m[2]) for m in re.finditer(repeated, text))
-        if size > _MOST:
-            return None
-        text = re.sub(repeated, lambda m: m[1] * int(m[2]), text)
-    return [stage.count("t") for stage in text.split("|")] if set(text) <= set("EtmL|") else None
+    return value if type(value) is int and 0 <= value < MOST_LAYERS else None
 
 
 def contiguous(numbers: Sequence[int]) -> bool:
@@ -120,9 +94,10 @@ _ORDER = (
     *("core_attention", "linear_proj", "linear_qkv", "linear_q", "linear_kv", "linear_q_proj", "linear_q_down_proj"),
     *("linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj", "q_layernorm", "k_layernorm", "kv_layernorm"),
     *("router", "experts", "shared_experts", "local_experts", "gate_weight", "linear_fc1", "linear_fc2"),
+    *("mixer", "dt_bias", "A_log", "D", "in_proj", "conv1d", "norm", "out_proj"),
     *("softmax_offset", "layer_norm_weight", "layer_norm_bias", "weight", "bias"),
     *("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer"),
-    *("final_layernorm", "mtp", "output_layer"),
+    *("final_layernorm", "final_norm", "mtp", "output_layer"),
 )
 _RANK = {name: n for n, name in enumerate(_ORDER)}
 
