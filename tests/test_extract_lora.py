@@ -147,6 +147,8 @@ def test_errors(tmp_path: Path) -> None:
         lazyckpt.extract_lora(tuned, base, tmp_path / "a", rank=0, progress=False)
     with pytest.raises(DataError, match="fits no tensor"):
         lazyckpt.extract_lora(tuned, base, tmp_path / "a", select="*.projection.weight", progress=False)
+    with pytest.raises(DataError, match="int8"):
+        lazyckpt.extract_lora(tuned, base, tmp_path / "a", dtype=torch.int8, progress=False)
     with pytest.raises(TypeError, match="takes views"):
         lazyckpt.extract_lora(str(tmp_path), base, tmp_path / "a", progress=False)  # type: ignore[arg-type]
     lazyckpt.extract_lora(tuned, base, tmp_path / "a", progress=False)
@@ -182,4 +184,7 @@ def test_commands(tmp_path: Path) -> None:
     bad = run(app, ["convert", paths[1], str(tmp_path / "x.pt"), "--lora", f"{out}=much"])
     assert bad.exit_code == 2
     assert "ADAPTER=SCALE" in bad.output
+    endless = run(app, ["convert", paths[1], str(tmp_path / "x.pt"), "--lora", f"{out}=nan"])
+    assert endless.exit_code == 2 and "finite" in endless.output
     assert run(app, ["lora", *paths, out, "--others", "drop"]).exit_code == 2
+    assert run(app, ["lora", *paths, out, "--energy", "2", "--dry-run"]).exit_code == 2

@@ -230,6 +230,8 @@ def convert(
     )
     if ema is not None and average is None:
         raise DataError("--ema is an average of steps of a run: add --average all, or --average last:5")
+    if ema is not None and not 0 <= ema <= 1:
+        raise DataError(f"--ema {ema:g}: it is how much of the average each step leaves, a number from 0 to 1")
     if missing != "error" and average is None:
         raise DataError("--missing is for an average of steps of a run: add --average all, or --average last:5")
     if average is not None and (stored or state or tag or format or rules or base):

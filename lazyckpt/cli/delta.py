@@ -54,6 +54,8 @@ def delta(
     Exit codes: 0 done; 2 an error.
     """
     found = delta_of(new, base, states=state)
+    if not dry_run:
+        found._check_place(dest, {"overwrite": overwrite})
     found.compare(memory=memory, progress=None if not quiet and not as_json else False)
     if not quiet and not as_json:
         _print(found.tensors, found.removed)

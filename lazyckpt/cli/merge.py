@@ -97,6 +97,10 @@ def _table(
     dtype: str | None,
 ) -> dict[str, Any]:
     """Return the options as the table of a merge file."""
+    known = method_of(method).parameters
+    shown = ", ".join(key for key in known if key != "weight")
+    if weights and "weight" not in known:
+        raise DataError(f"--weight: {method} has no weights; --set gives what it has: {shown or 'nothing'}")
     if method == "slerp" and base is None:
         base = models[0]
     others = [model for model in models if model != base or method == "slerp"]
@@ -111,11 +115,15 @@ def _table(
         name, equals, value = text.partition("=")
         if not equals:
             raise DataError(f"--set {text!r}: write NAME=VALUE, as in --set t=0.3")
-        parameters[name.strip()] = _setting(value, f"--set {name}")
+        name = name.strip()
+        if name == "weight":
+            raise DataError("--set weight: weights are given by --weight, for each model in order, or once for all")
+        if name not in known:
+            raise DataError(f"--set {name}: {method} has no such parameter; it has: {shown or 'none'}")
+        parameters[name] = value if known[name].convert is str else _setting(value, f"--set {name}")
     table: dict[str, Any] = {"merge_method": method, "parameters": parameters}
-    has_weights = bool(weights) or "weight" in method_of(method).parameters
     entries = [{"model": m, "parameters": {"weight": v}} for m, v in zip(others, values, strict=True)]
-    table["models"] = entries if has_weights else [{"model": m} for m in others]
+    table["models"] = entries if "weight" in known else [{"model": m} for m in others]
     if base is not None:
         table["base_model"] = base
     if dtype is not None:
