@@ -234,7 +234,9 @@ def extract_lora(
         raise DataError(f"others={others!r}: it is 'save', 'skip' or 'error'")
     all_views([tuned, base], "lazyckpt.extract_lora")
     place = local_path(dest)
-    destination = Files(place, [CONFIG, FILE], [*tuned.values(), *base.values()], overwrite)
+    read = [*tuned.values(), *base.values()]
+    # in the folder of a model, transformers takes an adapter for the model; no other file is mistaken for a part of it
+    destination = Files(place, [CONFIG, FILE], read, overwrite, of_family=lambda name: False)
     destination.check()
     differences = _difference(tuned, base)
     wanted = _chosen(differences, select)

@@ -188,3 +188,23 @@ def test_commands(tmp_path: Path) -> None:
     assert endless.exit_code == 2 and "finite" in endless.output
     assert run(app, ["lora", *paths, out, "--others", "drop"]).exit_code == 2
     assert run(app, ["lora", *paths, out, "--energy", "2", "--dry-run"]).exit_code == 2
+
+
+def test_no_adapter_in_the_folder_of_a_model(tmp_path: Path) -> None:
+    _, base, tuned, _ = two(tmp_path, {"layers.0.q.weight": low((9, 6), 3, 0)})
+    with pytest.raises(DestinationError, match="holds the checkpoint that is read"):
+        lazyckpt.extract_lora(tuned, base, tmp_path, overwrite=True, progress=False)
+    assert not (tmp_path / "adapter_config.json").exists()
+
+
+def test_the_configuration_of_a_runs_checkpoint(tmp_path: Path) -> None:
+    _, base, tuned, _ = two(tmp_path, {"layers.0.q.weight": low((9, 6), 3, 0)})
+    lazyckpt.extract_lora(tuned, base, tmp_path / "adapter", rank=2, progress=False)
+    step = tmp_path / "run" / "checkpoint-5"
+    base.to_safetensors(step / "model.safetensors", progress=False)
+    (step / "config.json").write_text('{"model_type": "llama"}')
+    (step / "trainer_state.json").write_text('{"global_step": 5}')
+    args = ["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "safetensors"]
+    done = CliRunner().invoke(app, [*args, "--lora", str(tmp_path / "adapter"), "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "config.json").exists()

@@ -310,6 +310,10 @@ def test_names_and_shapes_that_differ_are_listed(tmp_path: Path, models: Models)
     kept = lazyckpt.merge([models["a"], other], missing="keep")
     assert torch.equal(kept["lm_head.weight"][...], models["a"]["lm_head.weight"][...])
     assert "model.norm.weight" not in lazyckpt.merge([models["a"], other], missing="skip")
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(lazyckpt.DataError, match=r"is quantized: take view\.dequantize"):
+        read_merge({**file, "parameters": {"weight": 1}})
 
 
 def test_a_folder_for_transformers(here: None, tmp_path: Path, truth: dict[str, torch.Tensor]) -> None:

@@ -128,6 +128,7 @@ def side_files(job: Job) -> SideFiles | None:
     return SideFiles(
         job.place,
         job.view,
+        job.source.root,
         dtype,
         settings=job.view.meta["config"]["quantization_config"] if wanted.quantize is not None else None,
         plain=wanted.dequantize,

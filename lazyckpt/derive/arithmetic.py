@@ -19,6 +19,7 @@ from ..errors import DataError, some
 from ..io.storage.base import Store
 from ..io.storage.joined import stores_of
 from ..namespace import Namespace
+from .dequantize.evidence import quantized_among
 from .sources import Sources, place_of
 
 Missing = Literal["error", "skip", "keep"]
@@ -199,10 +200,10 @@ def _message(views: Sequence[Namespace[Any]], unlike: Mapping[str, str], what: s
     shapes = [f"{name!r} is {why}" for name, why in unlike.items() if why]
     if shapes:
         parts.append(f"shapes differ: {some(shapes, _SHOWN)}")
-    return (
-        f"{what} takes views with the same names and shapes: {'; '.join(parts)}. "
+    advice = quantized_among(views) or (
         "view.rename and view.select make views alike; in a mean or a merge, missing='skip' leaves such tensors out"
     )
+    return f"{what} takes views with the same names and shapes: {'; '.join(parts)}. {advice}"
 
 
 def _check(name: str, operands: Iterable[Operand], what: str) -> None:

@@ -16,6 +16,7 @@ from ..core.dtypes import DType, dtype_named
 from ..errors import DataError, FormatError, some
 from ..namespace import Namespace
 from .arithmetic import Missing, Operand, Row, check_missing, unlike_names
+from .dequantize.evidence import quantized_among
 from .merges import Method, method_of, result_dtype
 from .settings import Scopes, by_part, depths, layer_of
 
@@ -311,11 +312,12 @@ def _same_names(
     parts = [f"{model} lacks {some(map(repr, names), 4)}" for model, names in lacks.items()]
     parts += [f"shapes differ: {some(shapes, 4)}"] if shapes else []
     if parts:
-        raise DataError(
-            f"{file.where}: the models have other names or shapes: {'; '.join(parts)}. "
+        coded = quantized_among(views[model] for model in dict.fromkeys(source.model for source in one.sources))
+        advice = coded or (
             "Models of different vocabularies are not merged; missing='skip' leaves these tensors out. "
             "For other names: lazyckpt.open(path).rename(...), then lazyckpt.merge"
         )
+        raise DataError(f"{file.where}: the models have other names or shapes: {'; '.join(parts)}. {advice}")
 
 
 def _row(

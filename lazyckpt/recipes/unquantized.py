@@ -49,6 +49,8 @@ class SideFiles:
         The checkpoint, as the user named it.
     view
         The view that is written.
+    root
+        The folder of the checkpoint as it was opened: that of ``view`` may be of an adapter, too.
     dtype
         The dtype of the weights; None leaves what config.json says.
     settings
@@ -73,6 +75,7 @@ class SideFiles:
         self,
         src: str,
         view: CheckpointView,
+        root: str,
         dtype: torch.dtype | None,
         *,
         settings: Mapping[str, Any] | None = None,
@@ -83,7 +86,7 @@ class SideFiles:
         self.plain = plain
         self.quantized = settings is not None
         self.restacked = restacked
-        self._folder = None if "://" in src else folder_of(src, view.root, None)
+        self._folder = None if "://" in src else folder_of(src, root, None)
         self._config: dict[str, Any] = config_in(self._folder) if self._folder is not None else {}
         if restacked and self._folder is not None:
             self._config = dict(view.meta["config"])
