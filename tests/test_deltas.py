@@ -353,6 +353,17 @@ def test_refusals(tmp_path: Path) -> None:
     same(lazyckpt.open(tmp_path / "d"), {"a.w": torch.ones(3)})
 
 
+def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(save(tmp_path / f"{name}.pt", {"w": torch.randn(9)})) for name in "ab"]
+
+    def stopped(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lazyckpt.Delta, "write", stopped)
+    result = CliRunner().invoke(app, ["delta", *paths, str(tmp_path / "d"), "--quiet"])
+    assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
+
+
 def test_a_delta_in_a_bucket(tmp_path: Path) -> None:
     fsspec = pytest.importorskip("fsspec")
     old = {"w": wild((50, 20), torch.float32, 1), "u": torch.ones(9)}

@@ -206,6 +206,13 @@ def test_files_step_by_step(tmp_path: Path) -> None:
     check(tmp_path, {step: tensors for step, tensors in truth.items() if step > 1})
 
 
+def test_what_stopped_thinning_has_left_goes_with_the_checkpoint(tmp_path: Path) -> None:
+    trainer(tmp_path, weights(2))
+    (tmp_path / ".checkpoint-1.thin" / "whole.weights").mkdir(parents=True)
+    assert [item.name for item in lazyckpt.prune(tmp_path, 1, delete=True).remove] == ["checkpoint-1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
 def test_zip_files(tmp_path: Path) -> None:
     truth = weights(3)
     (tmp_path / "run").mkdir()

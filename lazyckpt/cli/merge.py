@@ -15,6 +15,7 @@ from ..errors import DataError, and_more
 from ..recipes.merging import Merge, read_merge, write_merge
 from ..show.text import oddities
 from .console import write_line, write_text
+from .jobs import interruptible
 from .options import MissingOption
 
 _FILES = (".yml", ".yaml", ".json")  # endings of merge files
@@ -80,7 +81,8 @@ def merge(
     plan = _plan(found, dest)
     if not quiet and not as_json:
         _print(plan, found)
-    written = [] if dry_run else write_merge(found, dest, max_shard_size=max_shard_size, overwrite=overwrite)
+    with interruptible(dest):
+        written = [] if dry_run else write_merge(found, dest, max_shard_size=max_shard_size, overwrite=overwrite)
     if as_json:
         result = None if dry_run else {"files": [str(path) for path in written]}
         write_text(json.dumps({"plan": plan, "result": result}, indent=2))

@@ -364,6 +364,8 @@ def _carry_out(folder: RunFolder, plan: Pruned) -> Pruned:
     failed = folder.remove(names, [item.name for item in plan.leftovers])
     kept = [replace(item, reason="could not be removed") for item in plan.remove if item.name in failed]
     gone = tuple(item for item in plan.remove if item.name not in failed)
+    for item in gone:
+        folder.tidy(item.name)  # of thinning that was stopped
     return replace(plan, deleted=True, remove=gone, keep=(*plan.keep, *kept), failed=tuple(failed.values()))
 
 
