@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -96,10 +97,13 @@ def _scales(scale: float | Sequence[float] | None, count: int) -> list[float]:
     if not count:
         raise DataError("there is no adapter to apply: give a path, a view or a list of them")
     if scale is None or isinstance(scale, (int, float)):
-        return [1.0 if scale is None else float(scale)] * count
+        scale = [1.0 if scale is None else scale] * count
     if len(scale) != count:
         raise DataError(f"{len(scale)} scales are given for {count} adapters: one for each")
-    return [float(one) for one in scale]
+    found = [float(one) for one in scale]
+    if not all(map(isfinite, found)):
+        raise DataError(f"a scale of an adapter is a finite number, not {next(x for x in found if not isfinite(x))}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -230,7 +234,9 @@ def extract_lora(
         raise DataError(f"others={others!r}: it is 'save', 'skip' or 'error'")
     all_views([tuned, base], "lazyckpt.extract_lora")
     place = local_path(dest)
-    destination = Files(place, [CONFIG, FILE], [*tuned.values(), *base.values()], overwrite)
+    read = [*tuned.values(), *base.values()]
+    # in the folder of a model, transformers takes an adapter for the model; no other file is mistaken for a part of it
+    destination = Files(place, [CONFIG, FILE], read, overwrite, of_family=lambda name: False)
     destination.check()
     differences = _difference(tuned, base)
     wanted = _chosen(differences, select)

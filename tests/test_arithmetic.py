@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from lazyckpt.io.reading.compute import tasks
 from lazyckpt.lazy import LazyArray
 from lazyckpt.testing import opened
 
-from .writers import bit_equal
+from .writers import Case, bit_equal
 
 Views = tuple[lazyckpt.CheckpointView, lazyckpt.CheckpointView]
 
@@ -179,6 +180,19 @@ def test_a_slice_reads_its_bytes_of_each_view(tmp_path: Path) -> None:
     asked_a.clear()
     (a + 0.1 * (b - a))["w"][0]
     assert asked_a.bytes == 1024
+
+
+def test_an_average_is_of_one_state(tmp_path: Path, zero_cases: Mapping[str, Case]) -> None:
+    view = lazyckpt.open(zero_cases["zero2_bf16_dp2"].path)
+    view.to_zarr(tmp_path / "step-2", progress=False)
+    view.to_zarr(tmp_path / "step-1", states=["fp32"], progress=False)
+    run = lazyckpt.open_run(tmp_path)
+    assert run.at(1).state == "fp32"
+    with pytest.raises(lazyckpt.TensorNotFoundError, match=r"step 1 has no state 'weights'.*fp32"):
+        run.mean([1, 2])
+    mean = run.states["fp32"].mean([1, 2])
+    name = next(iter(mean))
+    assert torch.equal(mean[name][...], view.states["fp32"][name][...])
 
 
 @pytest.fixture

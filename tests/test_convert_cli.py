@@ -442,6 +442,7 @@ def test_names_are_literal(tmp_path: Path) -> None:
         (["out.pt", "--rename", "klingon"], "there is no table of names 'klingon'"),
         (["out.pt", "--rename", "{}/none.toml"], "none.toml: no such file"),
         (["model.pt", "--overwrite"], "that is read"),
+        (["out.pt", "--average", "all", "--ema", "2"], "--ema 2: it is how much"),
         (["https://example.org/out.pt"], "a web server is only read"),
     ],
 )

@@ -100,7 +100,7 @@ def test_an_upcycled_model_is_that_of_python(tmp_path: Path) -> None:
     [
         (["--layers", "0-9"], "no layer 4"),
         (["--layers", "3-1"], "0-11,8-19"),
-        (["--layers", "x=0"], "x has no layer 0"),
+        (["--layers", "x=0"], "'x' is no stack of layers; there are: model.layers"),
         (["--keep-experts", "1"], "no experts"),
         (["--keep-experts", "1;2"], "--keep-experts"),
         (["--keep-experts", "1", "--drop-experts", "2"], "exclude each other"),
@@ -143,6 +143,9 @@ def test_averages_of_runs(tmp_path: Path) -> None:
     assert lazyckpt.open(tmp_path / "one.pt")["up.weight"][0, 0] == 225
     code, text = run("convert", tmp_path / "run", tmp_path / "no.pt", "--average", "150")
     assert code == 2 and "no step 150; it has 100, 200, 300" in text
+    code, text = run("convert", tmp_path / "run", tmp_path / "run", "--to", "safetensors", "--average", "all")
+    assert code == 2 and "is the folder of the run" in text
+    assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_lists_of_numbers_and_steps() -> None:

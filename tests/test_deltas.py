@@ -345,10 +345,23 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(DestinationError, match="manifest"):
         lazyckpt.delta(view, view).write(tmp_path / "d", manifest=True)
     lazyckpt.delta(view, view).write(tmp_path / "d")
+    other = lazyckpt.open(save(tmp_path / "b.safetensors", {"a.w": torch.zeros(3)}))
     with pytest.raises(DestinationError, match="exists"):
-        lazyckpt.delta(view, view).write(tmp_path / "d")
+        lazyckpt.delta(other, view).write(tmp_path / "d")
+    assert other.io.bytes == 0  # it is noticed before the checkpoints are compared
     lazyckpt.delta(view, view).write(tmp_path / "d", overwrite=True)
     same(lazyckpt.open(tmp_path / "d"), {"a.w": torch.ones(3)})
+
+
+def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [str(save(tmp_path / f"{name}.pt", {"w": torch.randn(9)})) for name in "ab"]
+
+    def stopped(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lazyckpt.Delta, "write", stopped)
+    result = CliRunner().invoke(app, ["delta", *paths, str(tmp_path / "d"), "--quiet"])
+    assert (result.exit_code, result.stderr) == (130, "error: interrupted\n")
 
 
 def test_a_delta_in_a_bucket(tmp_path: Path) -> None:

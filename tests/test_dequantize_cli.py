@@ -13,8 +13,9 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt import cli
+from lazyckpt.derive.dequantize.evidence import without_quantization
 from lazyckpt.errors import DataError
-from lazyckpt.recipes.unquantized import without_quantization
+from lazyckpt.recipes.parts import with_dtype
 
 from .test_dequantize_ops import same_bits
 from .test_dequantize_scales import GOLDEN
@@ -101,7 +102,7 @@ def test_configurations_of_parts_are_cleaned() -> None:
         "compression_config": {"format": "dense"},
         "other": {"quantization_config": {"kept": 1}},
     }
-    assert without_quantization(config, torch.bfloat16) == {
+    assert with_dtype(without_quantization(config), torch.bfloat16) == {
         "model_type": "two",
         "text_config": {"dtype": "bfloat16", "layers": 2},
         "other": {"quantization_config": {"kept": 1}},

@@ -364,6 +364,44 @@ def test_shards_of_converted_tensors(tmp_path: Path) -> None:
     same(whole, {name: value.bfloat16() for name, value in state.items()})
 
 
+def test_a_shard_that_is_only_padding(tmp_path: Path) -> None:
+    value = torch.randn(2, 4)
+    for n in range(2):
+        save_file({"model.embed_tokens.weight": value}, tmp_path / f"{n}.safetensors")
+    view = lazyckpt.mean([lazyckpt.open(tmp_path / f"{n}.safetensors") for n in range(2)])
+    shards = [view.shard(tp=4, rank=r) for r in range(4)]
+    whole = torch.cat([shard["model.embed_tokens.weight"][...] for shard in shards])
+    assert torch.equal(whole, torch.cat([value, torch.zeros(len(whole) - 2, 4)]))
+    same(lazyckpt.unshard(shards), {"model.embed_tokens.weight": value})
+
+
+@pytest.mark.parametrize("kind", ["cast", "mean", "slerp"])
+def test_flat_partitions_of_computed_tensors(tmp_path: Path, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    truth = {
+        n: torch.randn(s, generator=generator) for n, s in {"w": (7, 6), "v": (5,), "one": (1, 3), "no": (0, 4)}.items()
+    }
+    for n in range(2):
+        save_file({name: t + n * t.flip(0) for name, t in truth.items()}, tmp_path / f"{n}.safetensors")
+    views = [lazyckpt.open(tmp_path / f"{n}.safetensors") for n in range(2)]
+    view = {
+        "cast": lambda: views[1].astype(torch.bfloat16),
+        "mean": lambda: lazyckpt.mean(views),
+        "slerp": lambda: lazyckpt.merge(views, method="slerp", t=0.4),
+    }[kind]()
+    whole = {name: view[name][...] for name in truth}
+    for dp in (2, 5):
+        shards = [view.shard(dp=dp, rank=rank) for rank in range(dp)]
+        for name, wanted in whole.items():
+            each = -(-wanted.numel() // dp)
+            padded = torch.cat([wanted.flatten(), wanted.new_zeros(dp * each - wanted.numel())])
+            for rank, shard in enumerate(shards):
+                assert torch.equal(shard[name][...], padded[rank * each : (rank + 1) * each])
+        same(lazyckpt.unshard(shards), whole)
+        back = lazyckpt.unshard([pickle.loads(pickle.dumps(shard)) for shard in shards])
+        assert torch.equal(back["w"][1:6, [0, 4]], whole["w"][1:6, [0, 4]])
+
+
 def test_a_padded_vocabulary_of_converted_tensors(tmp_path: Path) -> None:
     value = torch.randn(7, 4)
     save_file({"model.embed_tokens.weight": value}, tmp_path / "m.safetensors")

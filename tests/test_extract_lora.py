@@ -147,6 +147,8 @@ def test_errors(tmp_path: Path) -> None:
         lazyckpt.extract_lora(tuned, base, tmp_path / "a", rank=0, progress=False)
     with pytest.raises(DataError, match="fits no tensor"):
         lazyckpt.extract_lora(tuned, base, tmp_path / "a", select="*.projection.weight", progress=False)
+    with pytest.raises(DataError, match="int8"):
+        lazyckpt.extract_lora(tuned, base, tmp_path / "a", dtype=torch.int8, progress=False)
     with pytest.raises(TypeError, match="takes views"):
         lazyckpt.extract_lora(str(tmp_path), base, tmp_path / "a", progress=False)  # type: ignore[arg-type]
     lazyckpt.extract_lora(tuned, base, tmp_path / "a", progress=False)
@@ -182,4 +184,27 @@ def test_commands(tmp_path: Path) -> None:
     bad = run(app, ["convert", paths[1], str(tmp_path / "x.pt"), "--lora", f"{out}=much"])
     assert bad.exit_code == 2
     assert "ADAPTER=SCALE" in bad.output
+    endless = run(app, ["convert", paths[1], str(tmp_path / "x.pt"), "--lora", f"{out}=nan"])
+    assert endless.exit_code == 2 and "finite" in endless.output
     assert run(app, ["lora", *paths, out, "--others", "drop"]).exit_code == 2
+    assert run(app, ["lora", *paths, out, "--energy", "2", "--dry-run"]).exit_code == 2
+
+
+def test_no_adapter_in_the_folder_of_a_model(tmp_path: Path) -> None:
+    _, base, tuned, _ = two(tmp_path, {"layers.0.q.weight": low((9, 6), 3, 0)})
+    with pytest.raises(DestinationError, match="holds the checkpoint that is read"):
+        lazyckpt.extract_lora(tuned, base, tmp_path, overwrite=True, progress=False)
+    assert not (tmp_path / "adapter_config.json").exists()
+
+
+def test_the_configuration_of_a_runs_checkpoint(tmp_path: Path) -> None:
+    _, base, tuned, _ = two(tmp_path, {"layers.0.q.weight": low((9, 6), 3, 0)})
+    lazyckpt.extract_lora(tuned, base, tmp_path / "adapter", rank=2, progress=False)
+    step = tmp_path / "run" / "checkpoint-5"
+    base.to_safetensors(step / "model.safetensors", progress=False)
+    (step / "config.json").write_text('{"model_type": "llama"}')
+    (step / "trainer_state.json").write_text('{"global_step": 5}')
+    args = ["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--to", "safetensors"]
+    done = CliRunner().invoke(app, [*args, "--lora", str(tmp_path / "adapter"), "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "config.json").exists()

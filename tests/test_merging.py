@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,7 @@ def test_settings_by_name_and_layer(models: Models) -> None:
         ({"method": "linear", "base": "base"}, "has no base"),
         ({"weights": [1, 2, 3]}, "3 entries for 2 models"),
         ({"weights": [1, -1]}, "sum to 0"),
+        ({"method": "multislerp", "weights": [1, -1]}, "sum to 0"),
         ({"weights": [float("nan"), 1]}, "'weight' of .*finite"),
         ({"weights": ["much", 1]}, "'weight' of .*much"),
         ({"method": "nuslerp", "nuslerp_row_wise": True}, "whole tensors only"),
@@ -264,6 +266,8 @@ def test_methods_that_are_not_computed_are_named(models: Models, name: str) -> N
         ({"models": [{"model": "nothing"}]}, "nothing"),
         ({"parameters": {"weight": [{"filter": "mlp", "worth": 1}]}}, "a condition is a table"),
         ({"dtype": "float17"}, "float17"),
+        ({"models": None, "slices": [{"sources": [{"model": "a", "layer_range": [2, 2]}]}]}, "has no layer"),
+        ({"out_dtype": "int8"}, "dtype=.*int8: the result of a merge is floating-point"),
     ],
 )
 def test_errors_of_merge_files(here: None, change: dict[str, Any], message: str) -> None:
@@ -306,6 +310,10 @@ def test_names_and_shapes_that_differ_are_listed(tmp_path: Path, models: Models)
     kept = lazyckpt.merge([models["a"], other], missing="keep")
     assert torch.equal(kept["lm_head.weight"][...], models["a"]["lm_head.weight"][...])
     assert "model.norm.weight" not in lazyckpt.merge([models["a"], other], missing="skip")
+    config = {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(lazyckpt.DataError, match=r"is quantized: take view\.dequantize"):
+        read_merge({**file, "parameters": {"weight": 1}})
 
 
 def test_a_folder_for_transformers(here: None, tmp_path: Path, truth: dict[str, torch.Tensor]) -> None:
@@ -340,6 +348,26 @@ def test_the_command(here: None, tmp_path: Path, truth: dict[str, torch.Tensor])
     assert call("a", "b", "--method", "ties", *options, "-o", third, "-q").exit_code == 0
     same(lazyckpt.open(third), truth, "ties")
     assert call("a", "b").exit_code == 2
+    counted = ("--base", "base", "--method", "ties", "--set", "consensus=count", "--dry-run", "-o", "fourth")
+    assert call("a", "b", *counted).exit_code == 0
+    for says, *wrong in (
+        ("--weight", "--method", "ties", "--base", "base", "--set", "weight=0.3"),
+        ("'densty'|densty: ties has no such parameter", "--method", "ties", "--base", "base", "--set", "densty=0.5"),
+        ("slerp has no weights", "--method", "slerp", "--set", "t=0.3", "--weight", "0.5"),
+        ("floating-point", "--dtype", "int8"),
+    ):
+        refused = call("a", "b", *wrong, "-o", str(tmp_path / "fifth"))
+        assert refused.exit_code == 2 and re.search(says, refused.output), refused.output
+    assert not (tmp_path / "fifth").exists()
+
+
+def test_codes_that_are_kept_are_not_converted(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2), "codes": torch.ones(3).to(torch.float8_e4m3fn)}, tmp_path / "a.safetensors")
+    save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
+    views = [lazyckpt.open(tmp_path / f"{name}.safetensors") for name in "ab"]
+    assert lazyckpt.merge(views, missing="keep")["codes"].dtype == torch.float8_e4m3fn
+    with pytest.raises(lazyckpt.DataError, match="'codes', which is f8_e4m3: its scales may be other tensors"):
+        lazyckpt.merge(views, missing="keep", dtype=torch.bfloat16)
 
 
 def test_memory_and_bytes_of_a_merge(tmp_path: Path) -> None:

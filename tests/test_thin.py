@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import lazyckpt
 from lazyckpt.cli import app
-from lazyckpt.errors import CorruptError, DestinationError
+from lazyckpt.errors import CorruptError, DataError, DestinationError
 from lazyckpt.io.storage.uploads import FsspecUploads
 from lazyckpt.runs import thin
 
@@ -206,6 +206,25 @@ def test_files_step_by_step(tmp_path: Path) -> None:
     check(tmp_path, {step: tensors for step, tensors in truth.items() if step > 1})
 
 
+def test_what_stopped_thinning_has_left_goes_with_the_checkpoint(tmp_path: Path) -> None:
+    trainer(tmp_path, weights(2))
+    (tmp_path / ".checkpoint-1.thin" / "whole.weights").mkdir(parents=True)
+    assert [item.name for item in lazyckpt.prune(tmp_path, 1, delete=True).remove] == ["checkpoint-1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_zip_files(tmp_path: Path) -> None:
+    truth = weights(3)
+    (tmp_path / "run").mkdir()
+    for step, tensors in truth.items():
+        torch.save(tensors, tmp_path / "one.pt")
+        lazyckpt.open(tmp_path / "one.pt", cache=False).to_zarr(tmp_path / f"run/step_{step}.zip", progress=False)
+    done = lazyckpt.prune(tmp_path / "run", 1, thin=True, delete=True)
+    assert [one.name for one in done.thinned] == ["step_1.zip", "step_2.zip"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step_1", "step_2", "step_3.zip"]
+    check(tmp_path / "run", truth)
+
+
 def test_files_that_are_not_thinned(tmp_path: Path) -> None:
     truth = weights(3)
     files(tmp_path, truth)
@@ -219,6 +238,17 @@ def test_files_that_are_not_thinned(tmp_path: Path) -> None:
     scripts(tmp_path / "other", truth)
     done = lazyckpt.prune(tmp_path / "other", 1, thin=("weights", "exp_avg"), delete=True)
     assert len(done.thinned) == 2 and len(list((tmp_path / "other").glob("optimizer_*"))) == 3
+
+
+def test_a_state_that_no_checkpoint_has(tmp_path: Path) -> None:
+    for kind in (trainer, scripts):  # with an optimizer in the folder of the checkpoint, and beside it
+        folder = tmp_path / kind.__name__
+        folder.mkdir()
+        kind(folder, weights(2))
+        for delete in (False, True):
+            with pytest.raises(DataError, match=r"'wieghts'.*There are .*weights"):
+                lazyckpt.prune(folder, 1, thin=("weights", "wieghts"), delete=delete)
+        assert deltas(folder) == []
 
 
 def test_an_optimizer_stays_if_its_model_is_not_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ _ARGUMENT = re.compile(
     r"(?<![\w./=-])(overwrite|base|tag|rules|format|memory|resume|verify|max_shard_size|codec|state|dtype|bins|keep|delete|missing"
     r"|incomplete)=(True\b|False\b|\.\.\.|'[^']*'|[\w-]+(?:,\d{3})*|(?!\{))"
 )
-_DEQUANTIZE = re.compile(r"call dequantize\(\) first, then quantize\('[^']*'\)")
+_DEQUANTIZE = re.compile(
+    r"call dequantize\(\) first, then quantize\('[^']*'\)|lazyckpt\.apply_lora\(view\.dequantize\(\), adapter\)"
+)
 _RENAME = re.compile(r"view\.rename\('([^']*)'\)")
 # Replacements for the characters beyond ASCII that lazyckpt itself prints, for terminals that cannot show them.
 _ASCII = str.maketrans({**dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)), "…": "...", "─": "-", "│": "|"})

@@ -7,6 +7,7 @@ the same call resumes; 130 the same after Ctrl-C.
 from __future__ import annotations
 
 import json
+import os
 import time
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from ..derive.arithmetic import Missing
 from ..derive.quantize import is_dequantized
 from ..errors import DataError, LazyckptError, and_more, some
 from ..export.registry import NAMES
+from ..io.storage.urls import is_remote
 from ..recipes.unquantized import SideFiles
 from ..runs.view import RunView
 from ..show.text import oddities
@@ -230,6 +232,8 @@ def convert(
     )
     if ema is not None and average is None:
         raise DataError("--ema is an average of steps of a run: add --average all, or --average last:5")
+    if ema is not None and not 0 <= ema <= 1:
+        raise DataError(f"--ema {ema:g}: it is how much of the average each step leaves, a number from 0 to 1")
     if missing != "error" and average is None:
         raise DataError("--missing is for an average of steps of a run: add --average all, or --average last:5")
     if average is not None and (stored or state or tag or format or rules or base):
@@ -243,6 +247,8 @@ def convert(
         job = planned(src, open_view(src, state, stored, tag, format, rules, base), kind, dst, wanted, memory)
     else:
         averaged, place, steps = _averaged(src, average, ema, missing)
+        if not is_remote(dst) and os.path.realpath(dst) == os.path.realpath(src):
+            raise DataError(f"{dst} is the folder of the run, which would be taken for a model: choose another folder")
         job = planned(src, averaged, kind, dst, wanted, memory, place)
     if dequantize and not any(is_dequantized(spec) for spec in job.view.specs.values()):
         _note("no tensor that is written is quantized: --dequantize changes nothing (--dtype without it converts all)")

@@ -13,6 +13,7 @@ from ..core.units import human_bytes, plural
 from ..runs.delta import Stored
 from ..runs.delta import delta as delta_of
 from .console import write_line, write_text
+from .jobs import interruptible
 from .options import JsonOption
 
 _HOW = {"same": "unchanged", "xor": "difference", "overwrite": "rows that differ", "whole": "whole"}
@@ -54,19 +55,22 @@ def delta(
     Exit codes: 0 done; 2 an error.
     """
     found = delta_of(new, base, states=state)
+    if not dry_run:
+        found._check_place(dest, {"overwrite": overwrite})
     found.compare(memory=memory, progress=None if not quiet and not as_json else False)
     if not quiet and not as_json:
         _print(found.tensors, found.removed)
     written = None
     if not dry_run:
-        done = found.write(
-            dest,
-            location=location,
-            memory=memory,
-            overwrite=overwrite,
-            verify=verify,
-            progress=None if not quiet and not as_json else False,
-        )
+        with interruptible(dest):
+            done = found.write(
+                dest,
+                location=location,
+                memory=memory,
+                overwrite=overwrite,
+                verify=verify,
+                progress=None if not quiet and not as_json else False,
+            )
         written = done.nbytes
     if as_json:
         tensors = [asdict(one) for one in found.tensors]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from typing import Any
 
+import typer
+
 from ..core.names import natural
-from ..core.units import size_in_bytes
+from ..core.units import human_bytes, size_in_bytes
 from ..errors import DestinationError, LazyckptError, WorkerError
 from ..export.manifest import with_manifest
 from ..export.megatron import is_rank_folder, rank_folder
@@ -26,6 +30,7 @@ from ..jobs.shares import folder_of_share, share_of
 from ..jobs.unfinished import record_of, unfinished
 from ..recipes.unquantized import SideFiles, with_config
 from ..view import CheckpointView
+from .console import write_error
 from .targets import Wanted, prepared
 from .workers import Workers, target_of_work
 
@@ -128,6 +133,7 @@ def side_files(job: Job) -> SideFiles | None:
     return SideFiles(
         job.place,
         job.view,
+        job.source.root,
         dtype,
         settings=job.view.meta["config"]["quantization_config"] if wanted.quantize is not None else None,
         plain=wanted.dequantize,
@@ -212,6 +218,22 @@ def kept(dest: str, share: tuple[int, int] | None = None) -> int | None:
             return unfinished(folder_of_share(local_path(dest), share_of(share)))
         return unfinished(dest)
     return unfinished(dest)
+
+
+@contextmanager
+def interruptible(dest: str) -> Iterator[None]:
+    """Say after Ctrl-C what is kept of the output to ``dest``, and exit with 130. For commands that always resume."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        left = kept(dest)
+        about = (
+            ""
+            if left is None
+            else f"; {human_bytes(left)} are finished and kept beside {dest}: the same command goes on"
+        )
+        write_error(f"interrupted{about}")
+        raise typer.Exit(130) from None
 
 
 def _executor(workers: int | None) -> Workers:

@@ -50,6 +50,8 @@ def lora(
     """
     if others not in ("save", "skip", "error"):
         raise DataError(f"--others {others!r}: it is save, skip or error")
+    if energy is not None and not 0 < energy <= 1:
+        raise DataError(f"--energy {energy:g}: it is a share of the differences, more than 0 and at most 1")
     models = CheckpointView(tuned), CheckpointView(base)
     glob = None if select is None else typed(select)
     kind = None if dtype is None else dtype_named(dtype).torch

@@ -15,6 +15,7 @@ from ..errors import DataError, and_more
 from ..recipes.merging import Merge, read_merge, write_merge
 from ..show.text import oddities
 from .console import write_line, write_text
+from .jobs import interruptible
 from .options import MissingOption
 
 _FILES = (".yml", ".yaml", ".json")  # endings of merge files
@@ -80,7 +81,8 @@ def merge(
     plan = _plan(found, dest)
     if not quiet and not as_json:
         _print(plan, found)
-    written = [] if dry_run else write_merge(found, dest, max_shard_size=max_shard_size, overwrite=overwrite)
+    with interruptible(dest):
+        written = [] if dry_run else write_merge(found, dest, max_shard_size=max_shard_size, overwrite=overwrite)
     if as_json:
         result = None if dry_run else {"files": [str(path) for path in written]}
         write_text(json.dumps({"plan": plan, "result": result}, indent=2))
@@ -97,6 +99,10 @@ def _table(
     dtype: str | None,
 ) -> dict[str, Any]:
     """Return the options as the table of a merge file."""
+    known = method_of(method).parameters
+    shown = ", ".join(key for key in known if key != "weight")
+    if weights and "weight" not in known:
+        raise DataError(f"--weight: {method} has no weights; --set gives what it has: {shown or 'nothing'}")
     if method == "slerp" and base is None:
         base = models[0]
     others = [model for model in models if model != base or method == "slerp"]
@@ -111,11 +117,15 @@ def _table(
         name, equals, value = text.partition("=")
         if not equals:
             raise DataError(f"--set {text!r}: write NAME=VALUE, as in --set t=0.3")
-        parameters[name.strip()] = _setting(value, f"--set {name}")
+        name = name.strip()
+        if name == "weight":
+            raise DataError("--set weight: weights are given by --weight, for each model in order, or once for all")
+        if name not in known:
+            raise DataError(f"--set {name}: {method} has no such parameter; it has: {shown or 'none'}")
+        parameters[name] = value if known[name].convert is str else _setting(value, f"--set {name}")
     table: dict[str, Any] = {"merge_method": method, "parameters": parameters}
-    has_weights = bool(weights) or "weight" in method_of(method).parameters
     entries = [{"model": m, "parameters": {"weight": v}} for m, v in zip(others, values, strict=True)]
-    table["models"] = entries if has_weights else [{"model": m} for m in others]
+    table["models"] = entries if "weight" in known else [{"model": m} for m in others]
     if base is not None:
         table["base_model"] = base
     if dtype is not None:

@@ -14,14 +14,17 @@ from itertools import product
 from math import prod
 
 from .box import Box, Selection, Shape, c_strides, is_run, span_boxes
+from .expr import make, operand
 from .extents import Extent, Hole
 from .fragments import Fragments, fragment_boxes, fragments_of
-from .placement import Part
-from .specs import Fragment, TensorSpec
+from .placement import Part, Placement
+from .specs import Expr, Fragment, Input, TensorSpec
 
 
 def interval(source: TensorSpec, lo: int, hi: int) -> TensorSpec:
     """Return elements lo to hi of a tensor's C-order ravel as a tensor of shape (hi - lo,)."""
+    if source.expr is not None:
+        return replace(source, shape=(hi - lo,), expr=make("flat", source.expr, start=lo, stop=hi))
     extent = plain(source.fragments)
     if extent is not None and lo < hi:
         at = extent.offset + lo * extent.dtype.itemsize
@@ -35,8 +38,25 @@ def joined(like: TensorSpec, shape: Shape, intervals: Sequence[tuple[int, Tensor
 
     ``intervals`` holds pairs of (the first element in the ravel, the 1-d tensor).
     """
+    if like.expr is not None or any(spec.expr is not None for _, spec in intervals):
+        return replace(
+            like, shape=shape, fragments=(), expr=make("reshape", _placed(like, shape, intervals), shape=shape)
+        )
     held = tuple((at, min(spec.shape[0], prod(shape) - at), spec.fragments) for at, spec in intervals)
     return replace(like, shape=shape, fragments=Joined(shape, held))
+
+
+def _placed(like: TensorSpec, shape: Shape, intervals: Sequence[tuple[int, TensorSpec]]) -> Expr | Input:
+    """Return the ravel of a tensor that is made of 1-d tensors of which some are computed."""
+    count = prod(shape)
+    if not intervals:  # there is no element
+        return operand(like)
+    ends = [min(spec.shape[0], count - at) for at, spec in intervals]
+    placements = tuple(
+        Placement(spec.shape, (Part(Box((0,), (end,)), (at,)),))
+        for (at, spec), end in zip(intervals, ends, strict=True)
+    )
+    return make("place", *(operand(spec) for _, spec in intervals), shape=(count,), placements=placements)
 
 
 def plain(fragments: Sequence[Fragment]) -> Extent | None:

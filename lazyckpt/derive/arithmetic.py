@@ -19,6 +19,7 @@ from ..errors import DataError, some
 from ..io.storage.base import Store
 from ..io.storage.joined import stores_of
 from ..namespace import Namespace
+from .dequantize.evidence import quantized_among
 from .sources import Sources, place_of
 
 Missing = Literal["error", "skip", "keep"]
@@ -83,8 +84,7 @@ def combined(
     DataError
         ``missing`` is "error" and a name or a shape is missing; a tensor has a dtype that is not computed with.
     """
-    if missing not in ("error", "skip", "keep"):
-        raise DataError(f"missing={missing!r}: it is 'error', 'skip' or 'keep'")
+    check_missing(missing)
     for view in views:
         if view.format == "run":
             raise DataError("the tensors of a run are stacked over its steps: combine run.at(step), or take run.mean()")
@@ -101,6 +101,12 @@ def combined(
     if unlike and not rows:
         raise DataError(f"{what}: no tensor has the same name and shape in all views: view.rename makes names alike")
     return assembled(views, rows, what=what, format=format, dtype=dtype, like=like)
+
+
+def check_missing(missing: str) -> None:
+    """Raise DataError if ``missing`` is none of the ways to treat names that a view lacks."""
+    if missing not in ("error", "skip", "keep"):
+        raise DataError(f"missing={missing!r:.40}: it is 'error', 'skip' or 'keep'")
 
 
 def assembled(
@@ -144,6 +150,8 @@ def assembled(
             continue
         operands = [_first(sources.operand(n, name), stores) for n, name in row.operands]
         if row.formula is None:
+            if dtype is not None and operands[0].dtype.is_floating_point:
+                _check(row.name, operands, what)
             spec = sources.tensor(row.name, operands[0])
         elif all(one.dtype.is_floating_point for one in operands):
             _check(row.name, operands, what)
@@ -192,10 +200,10 @@ def _message(views: Sequence[Namespace[Any]], unlike: Mapping[str, str], what: s
     shapes = [f"{name!r} is {why}" for name, why in unlike.items() if why]
     if shapes:
         parts.append(f"shapes differ: {some(shapes, _SHOWN)}")
-    return (
-        f"{what} takes views with the same names and shapes: {'; '.join(parts)}. "
+    advice = quantized_among(views) or (
         "view.rename and view.select make views alike; in a mean or a merge, missing='skip' leaves such tensors out"
     )
+    return f"{what} takes views with the same names and shapes: {'; '.join(parts)}. {advice}"
 
 
 def _check(name: str, operands: Iterable[Operand], what: str) -> None:

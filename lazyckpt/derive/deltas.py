@@ -20,6 +20,7 @@ from ..core.index import FileInfo, Index
 from ..core.placement import Part, Placement
 from ..core.specs import Expr, Input, TensorSpec
 from ..errors import CorruptError, DataError, FormatError, LazyckptError, some
+from ..formats.catalog import FILES
 from ..io.storage.base import Store
 from ..io.storage.joined import Joined, joined, stores_of
 from ..namespace import Namespace
@@ -206,10 +207,7 @@ def without_ending(name: str) -> str:
     >>> without_ending("step_100.safetensors")
     'step_100'
     """
-    return next((name[: -len(end)] for end in _ENDINGS if name.endswith(end)), "")
-
-
-_ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+    return next((name[: -len(end)] for end in FILES if name.endswith(end)), "")
 
 
 def payload(state: str, how: How) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 from ..core.dtypes import DType, dtype_named
 from ..errors import DataError, FormatError, some
 from ..namespace import Namespace
-from .arithmetic import Missing, Operand, Row, unlike_names
-from .merges import Method, method_of
+from .arithmetic import Missing, Operand, Row, check_missing, unlike_names
+from .dequantize.evidence import quantized_among
+from .merges import Method, method_of, result_dtype
 from .settings import Scopes, by_part, depths, layer_of
 
 _KEYS = {"merge_method", "models", "slices", "base_model", "dtype", "out_dtype", "parameters"}
@@ -128,7 +129,7 @@ def parse(table: Any, where: str) -> MergeFile:
         slices = [_slice(one, base, where) for one in _list(table["slices"], where, "slices")]
     dtype = table.get("out_dtype") or table.get("dtype")
     with _told(where):
-        kind = None if dtype is None else dtype_named(str(dtype).removeprefix("torch."))
+        kind = None if dtype is None else result_dtype(dtype_named(str(dtype).removeprefix("torch.")))
     parameters = _settings(table.get("parameters"), where)
     return MergeFile(where, name, slices, bool(table.get("slices")), base, kind, parameters)
 
@@ -177,6 +178,8 @@ def _source(table: Mapping[str, Any], where: str, sliced: bool) -> Source:
         if not isinstance(given, list) or len(given) != 2 or not all(type(n) is int and n >= 0 for n in given):
             raise FormatError(f"{where}: layer_range should be [first, end], two numbers, not {given!r:.40}")
         layers = range(*given)
+        if not layers:
+            raise FormatError(f"{where}: layer_range {given} has no layer: the end is the number after the last one")
     return Source(_model(table["model"], where), layers, _settings(table.get("parameters"), where))
 
 
@@ -222,6 +225,7 @@ def rows(file: MergeFile, views: Mapping[str, Namespace[Any]], missing: Missing 
     DataError
         The method takes another number of models; a parameter has no value; a name or a shape is missing in a model.
     """
+    check_missing(missing)
     method = method_of(file.method)
     numbers = {model: n for n, model in enumerate(views)}
     for one in file.slices:
@@ -308,11 +312,12 @@ def _same_names(
     parts = [f"{model} lacks {some(map(repr, names), 4)}" for model, names in lacks.items()]
     parts += [f"shapes differ: {some(shapes, 4)}"] if shapes else []
     if parts:
-        raise DataError(
-            f"{file.where}: the models have other names or shapes: {'; '.join(parts)}. "
+        coded = quantized_among(views[model] for model in dict.fromkeys(source.model for source in one.sources))
+        advice = coded or (
             "Models of different vocabularies are not merged; missing='skip' leaves these tensors out. "
             "For other names: lazyckpt.open(path).rename(...), then lazyckpt.merge"
         )
+        raise DataError(f"{file.where}: the models have other names or shapes: {'; '.join(parts)}. {advice}")
 
 
 def _row(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
 
-from ..core.dtypes import dtype_of
+from ..core.dtypes import DType, dtype_of
 from ..core.expr import make
 from ..core.index import Index
 from ..core.units import plural
@@ -125,6 +125,12 @@ def _nuslerp(name: str, base: Operand | None, operands: Sequence[Operand], value
     return _spherical("merge.nuslerp", "weight")(name, base, operands, values)
 
 
+def _multislerp(name: str, base: Operand | None, operands: Sequence[Operand], values: Mapping[str, Any]) -> Operand:
+    if len(operands) > 1 and values["normalize_weights"] and not fsum(values["weight"]):
+        raise DataError(f"multislerp: the weights of {name!r} sum to 0: change them, or say normalize_weights=False")
+    return _spherical("merge.multislerp", "weight", "normalize_weights", "eps")(name, base, operands, values)
+
+
 def _model_stock(name: str, base: Operand | None, operands: Sequence[Operand], values: Mapping[str, Any]) -> Operand:
     assert base is not None  # `Method.check`
     if values["filter_wise"]:
@@ -184,7 +190,7 @@ METHODS: Mapping[str, Method] = {
         },
     ),
     "multislerp": Method(
-        _spherical("merge.multislerp", "weight", "normalize_weights", "eps"), "maybe",
+        _multislerp, "maybe",
         parameters={
             "weight": _WEIGHT,
             "normalize_weights": Parameter(yes_or_no, True),
@@ -217,6 +223,13 @@ def method_of(name: str) -> Method:
     return found
 
 
+def result_dtype(dtype: DType) -> DType:
+    """Return the dtype of the result of a merge. Raises DataError if it is not floating-point."""
+    if not dtype.is_floating_point:
+        raise DataError(f"dtype={dtype}: the result of a merge is floating-point, such as torch.bfloat16")
+    return dtype
+
+
 def merged(
     models: Sequence[Namespace[Any]],
     method: str,
@@ -242,9 +255,7 @@ def merged(
         start, rest = (None, operands) if base is None else (operands[0], operands[1:])
         return found.build(name, start, rest, found.values(name, [name] * len(rest), depth(name), scopes))
 
-    kind = None if dtype is None else dtype_of(dtype)
-    if kind is not None and not kind.is_floating_point:
-        raise DataError(f"dtype={dtype}: the result of a merge is floating-point, such as torch.bfloat16")
+    kind = None if dtype is None else result_dtype(dtype_of(dtype))
     return combined(views, formula, what=f"the merge by {method}", format="merged", missing=missing, dtype=kind)
 
 

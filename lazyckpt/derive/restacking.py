@@ -109,13 +109,13 @@ def with_layers(view: Namespace[Any], shown: Shown, parts: Sequence[int | Iterab
         stack = next(iter(numbers))
     prefix = stack if not stack or stack.endswith(".") else f"{stack}."
     known = numbers.get(prefix.rstrip("."), set())
+    if not known:
+        raise DataError(f"{stack!r} is no stack of layers; there are: {some(numbers, 4) if numbers else 'none'}")
     if not chosen:
         raise DataError("no layers are named: give their numbers, as in view.layers(range(24), range(8, 32))")
     lost = [n for n in chosen if n not in known]
     if lost:
-        raise DataError(
-            f"{stack or 'the view'} has no layer {lost[0]}: there are {len(known)}, up to {max(known, default=-1)}"
-        )
+        raise DataError(f"{stack or 'the view'} has no layer {lost[0]}: there are {len(known)}, up to {max(known)}")
     config = view.meta.get("config")
     count = model_config.layers_of(config) if isinstance(config, Mapping) else None
     # layers behind those that config.json counts (multi-token prediction) stay behind the last one

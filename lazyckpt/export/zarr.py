@@ -128,12 +128,7 @@ def _plan(
     limit = None if options["memory"] is None else size_in_bytes(options["memory"])
     plan = planned(contents(view, states, chooser(pack)), codec, chunk, shard, limit, remote)
     tensors = [item.tensor for item in plan.items]
-    place = remote_place(dest, options)
-    destination: Destination | Remote
-    if place is not None:
-        destination = _remote(place, tensors, options)
-    else:
-        destination = _local(local_path(dest), tensors, options["overwrite"])
+    destination = destination_of(dest, tensors, options)
     return WritePlan(
         destination=destination,
         tensors=tensors,
@@ -142,6 +137,18 @@ def _plan(
         texts=plan.documents,
         room=plan.room(),
         paths=(str(destination) if isinstance(destination, Remote) else destination.place,),
+    )
+
+
+def destination_of(
+    dest: str | os.PathLike[str], tensors: Sequence[LazyArray], options: WriteOptions
+) -> Destination | Remote:
+    """Return where a hierarchy is written that is computed from these tensors."""
+    place = remote_place(dest, options)
+    return (
+        _remote(place, tensors, options)
+        if place is not None
+        else _local(local_path(dest), tensors, options["overwrite"])
     )
 
 

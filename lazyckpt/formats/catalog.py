@@ -257,7 +257,7 @@ _FOLDER = re.compile(  # a folder with such a name counts as a checkpoint, perha
 _ITERATION = re.compile(r"(?:iter|global_step)_(\d{1,18})")
 _NUMBER = re.compile(r"\d{1,18}")
 _ZIP = ".zip"  # a zip may contain a zarr hierarchy
-_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", _ZIP)
+FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", _ZIP)  # endings of single files that are checkpoints of a run
 _SHARD = re.compile(r".*\d-of-\d.*")
 # files in the folder of one checkpoint; a folder of several checkpoints does not have them
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -351,7 +351,7 @@ def _find_steps(store: Store, folder: str, listings: tuple[Mapping[str, Entry], 
     entries = listings[-1]
     here = any(name in entries for name in _WEIGHTS)
     groups = any(name in entries for name in ROOTS)  # folders of a zarr hierarchy are checkpoints only by their names
-    candidates = [name for name, entry in entries.items() if not entry.is_dir and name.endswith(_FILES)]
+    candidates = [name for name, entry in entries.items() if not entry.is_dir and name.endswith(FILES)]
     single = not here and not (candidates and _is_one(store, folder))  # each file is a checkpoint
     if here:
         yield Found(folder, None, False, True, numbered=False, here=True)

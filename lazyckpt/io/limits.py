@@ -22,6 +22,7 @@ CHILD_SERVED_PER_BYTE = 64  # small pieces are read in blocks, some of them seve
 CHILD_PROCESSOR = (
     2  # seconds of a processor, and SECONDS_PER_BYTE; where the system cannot limit it, SECONDS by the clock
 )
+CALLED = 16 << 20  # elements or bytes that one call in a pickle may make, past the length of the pickle
 LEVELS = 100  # of lists and objects in a JSON document, one within the other; honest documents have about ten
 RANKS, RANKS_PER_FILE = 4096, 64  # ranks that names or records may claim: for any number of files, and per file
 

@@ -115,7 +115,8 @@ class Files(Destination):
     def _check_folder(self, sources: set[Path]) -> None:
         folder = self.place
         if folder.is_file():
-            raise DestinationError(f"{folder} is a file: name a folder, or a file that ends with {self.ending}")
+            other = f", or a file that ends with {self.ending}" if self.ending else ""
+            raise DestinationError(f"{folder} is a file: name a folder{other}")
         if self.of_family is None or not folder.is_dir():
             return
         if any(source.parent == Path(os.path.realpath(folder)) for source in sources):

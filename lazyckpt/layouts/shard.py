@@ -19,7 +19,7 @@ from typing import Any
 
 from ..core.box import Shape
 from ..core.compose import compose
-from ..core.expr import leaves
+from ..core.expr import computed, leaves, operand
 from ..core.extents import Chunk
 from ..core.flat import interval, joined
 from ..core.index import Index, Layout
@@ -294,12 +294,13 @@ def _block(local: str, whole: TensorSpec, placement: Placement, how: str) -> Ten
 
 
 def zeros_like(like: TensorSpec, shape: Shape) -> TensorSpec:
-    """Return a tensor of zeros that no file holds."""
+    """Return a tensor of zeros that no file holds; computed if the other one is, which may be of several stores."""
     paths = (f.extent.path for one in leaves(like) if not one.source for f in one.spec.fragments)
     path = next(paths, "")
     strides = (0,) * len(shape)
     chunk = Chunk(path, like.dtype, shape, strides, 0, fill=bytes(like.dtype.itemsize), present=False)
-    return replace(like, shape=shape, fragments=(Fragment(chunk, shape),), expr=None)
+    found = replace(like, shape=shape, fragments=(Fragment(chunk, shape),), expr=None)
+    return found if like.expr is None else computed(like.name, operand(found), like.rule, like.stored_as)
 
 
 def _multiple(args: Any) -> int:

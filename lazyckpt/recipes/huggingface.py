@@ -16,7 +16,7 @@ from ..jobs.guard import local_path
 from ..jobs.places import PIECE
 from ..tensor import LazyTensor
 from ..view import CheckpointView
-from .parts import MODEL, check_room_for, config_in, copy, folder_of, wanted_format
+from .parts import MODEL, check_room_for, config_in, copy, folder_of, wanted_format, with_dtype
 
 _EMBEDDINGS = ("embedding.word_embeddings.weight", "output_layer.weight")  # Megatron's, whose rows are padded
 
@@ -130,7 +130,7 @@ def write_folder(
     dtypes = {dtype or t.dtype for t in part.values() if t.dtype.is_floating_point}
     check_room_for(beside, MODEL, place, overwrite)
     written = part.to_safetensors(dst, dtype=dtype, max_shard_size=max_shard_size, overwrite=overwrite)
-    config = _with_dtype(settings, dtypes.pop()) if len(dtypes) == 1 else settings
+    config = with_dtype(settings, dtypes.pop()) if len(dtypes) == 1 else settings
     changed = {"config.json": config} if len(dtypes) == 1 or config != _config(beside) else {}
     return [*map(Path, written), *copy(beside, MODEL, place, changed)]
 
@@ -270,9 +270,3 @@ def _bits(t: LazyTensor) -> torch.Tensor:
 
 def _config(beside: Path | None) -> dict[str, Any]:
     return {} if beside is None else config_in(beside)
-
-
-def _with_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Set the dtype in config.json as `save_pretrained` does; before transformers 5 the key was torch_dtype."""
-    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    return config | {key: str(dtype).removeprefix("torch.")}

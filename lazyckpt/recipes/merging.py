@@ -84,9 +84,7 @@ def read_merge(
     """
     where = "the merge" if isinstance(file, Mapping) else os.fspath(file)
     found = merge_file.parse(file if isinstance(file, Mapping) else _read(where), where)
-    opened = {
-        model: for_transformers(_place(model), config if model == found.donor else None) for model in found.models
-    }
+    opened = {model: _opened(model, config if model == found.donor else None) for model in found.models}
     views = {model: view for model, (view, _) in opened.items()}
     what = f"the merge by {found.method}"
     listed = list(views.values())
@@ -185,11 +183,14 @@ def _read(path: str) -> Any:
         raise FormatError(f"{path} is no YAML: {' '.join(str(e).split())[:200]}") from None
 
 
-def _place(model: str) -> str:
-    """Return what to open: the path, or the repository of the Hub if there is no such path."""
+def _opened(model: str, config: str | os.PathLike[str] | None) -> tuple[CheckpointView, Path | None]:
+    """Open a model: a path, or the repository of the Hub if there is no such path."""
     if "://" in model or Path(model).exists() or model.count("/") != 1 or model.startswith((".", "/", "~")):
-        return model
-    return f"hf://{model}"
+        return for_transformers(model, config)
+    try:
+        return for_transformers(f"hf://{model}", config)
+    except (MissingFileError, OSError) as e:
+        raise MissingFileError(f"there is no file or folder {model}, and as a repository of the Hub: {e}") from e
 
 
 def _unused(file: merge_file.MergeFile) -> list[Problem]:

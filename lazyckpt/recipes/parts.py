@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..core.names import natural
+from ..derive.dequantize.evidence import KEYS
 from ..errors import DataError, DestinationError, FormatError, MissingFileError, TensorNotFoundError, some
 from ..formats.huggingface import load_json
 from ..io.storage.local import split
@@ -64,6 +65,30 @@ def folder_of(
 def config_in(folder: Path, name: str = "config.json") -> dict[str, Any]:
     """Read a JSON file of a folder. Raises CorruptError if it is not a JSON object."""
     return load_json(split(folder)[0], name)
+
+
+def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return a config.json that says the dtype of the weights, as `save_pretrained` does, also where it says it of
+    parts of the model. Before transformers 5 the key was torch_dtype.
+
+    >>> with_dtype({"torch_dtype": "float16", "text_config": {"dtype": "float16"}}, torch.float32)
+    {'torch_dtype': 'float32', 'text_config': {'dtype': 'float32'}}
+    """
+    name = str(dtype).removeprefix("torch.")
+
+    def told(table: Mapping[str, Any]) -> dict[str, Any]:
+        found = dict(table)
+        for key, value in table.items():
+            if key in _DTYPE:
+                found[key] = name
+            elif key.endswith("_config") and key not in KEYS and isinstance(value, Mapping):
+                found[key] = told(value)
+        return found
+
+    return told(config) if any(key in config for key in _DTYPE) else told(config) | {"dtype": name}
+
+
+_DTYPE = ("dtype", "torch_dtype")
 
 
 def check_room_for(folder: Path | None, names: Iterable[str], dst: Path, overwrite: bool) -> None:

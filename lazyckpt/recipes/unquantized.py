@@ -10,50 +10,12 @@ from typing import Any
 
 import torch
 
-from ..derive.dequantize.evidence import KEYS
+from ..derive.dequantize.evidence import KEYS, without_quantization
 from ..errors import DataError, sentences
 from ..view import CheckpointView
-from .parts import MODEL, check_room_for, config_in, copy, folder_of
+from .parts import MODEL, check_room_for, config_in, copy, folder_of, with_dtype
 
 _UNSURE = ("undecided-quantization", "contradicting-quantization")
-
-
-def without_quantization(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a config.json of the unquantized model.
-
-    Parameters
-    ----------
-    config
-        The contents of the config.json of the quantized model.
-    dtype
-        The dtype of the weights.
-
-    Returns
-    -------
-    dict of str to Any
-        Without ``quantization_config``, also in the configurations of parts of the model, and with the dtype.
-
-    Examples
-    --------
-    >>> without_quantization({"quantization_config": {"quant_method": "fp8"}, "torch_dtype": "float8"}, torch.float32)
-    {'torch_dtype': 'float32'}
-    """
-    cleaned = _cleaned(config, str(dtype).removeprefix("torch."))
-    if "torch_dtype" not in cleaned and "dtype" not in cleaned:
-        cleaned["dtype"] = str(dtype).removeprefix("torch.")
-    return cleaned
-
-
-def _cleaned(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if key in KEYS:
-            continue
-        if key in ("torch_dtype", "dtype"):
-            found[key] = dtype
-        else:
-            found[key] = _cleaned(value, dtype) if isinstance(value, dict) and key.endswith("_config") else value
-    return found
 
 
 def with_quantization(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,6 +49,8 @@ class SideFiles:
         The checkpoint, as the user named it.
     view
         The view that is written.
+    root
+        The folder of the checkpoint as it was opened: that of ``view`` may be of an adapter, too.
     dtype
         The dtype of the weights; None leaves what config.json says.
     settings
@@ -111,6 +75,7 @@ class SideFiles:
         self,
         src: str,
         view: CheckpointView,
+        root: str,
         dtype: torch.dtype | None,
         *,
         settings: Mapping[str, Any] | None = None,
@@ -121,14 +86,14 @@ class SideFiles:
         self.plain = plain
         self.quantized = settings is not None
         self.restacked = restacked
-        self._folder = None if "://" in src else folder_of(src, view.root, None)
+        self._folder = None if "://" in src else folder_of(src, root, None)
         self._config: dict[str, Any] = config_in(self._folder) if self._folder is not None else {}
         if restacked and self._folder is not None:
             self._config = dict(view.meta["config"])
-        if dtype is not None and self._folder is not None:
-            cleaned = without_quantization(self._config, dtype)
-            kept = {} if plain else {key: self._config[key] for key in KEYS if key in self._config}
-            self._config = cleaned | kept
+        if plain:
+            self._config = without_quantization(self._config)
+        if dtype is not None:
+            self._config = with_dtype(self._config, dtype)
         if settings is not None:
             self._config = with_quantization(self._config, settings)
         self.names = [name for name in MODEL if self._folder is not None and (self._folder / name).is_file()]

@@ -20,13 +20,14 @@ from ..core.specs import TensorSpec
 from ..derive.deltas import KEY, About, Base, Entry, How, difference, location_of, payload
 from ..derive.sources import Sources
 from ..errors import DataError, DestinationError
-from ..export.options import DEFAULTS, WriteOptions, WriteResult, with_options
+from ..export.options import WriteOptions, WriteResult, complete, with_options
 from ..export.registry import export
 from ..export.writer import check_whole
 from ..inspect.changes import Change, changes
 from ..inspect.kept import OPENED, now_mark
 from ..inspect.manifest import Digest, StateDigest, TensorDigest
 from ..io.storage.urls import is_url
+from ..jobs.destination import Destination
 from ..jobs.executor import runner
 from ..lazy import LazyArray
 from ..view import CheckpointView, view_of
@@ -204,6 +205,15 @@ class Delta:
         )
         return view_of(sources.store, index, next(iter(states)), (), True)
 
+    def _check_place(self, dest: str | os.PathLike[str], options: WriteOptions) -> None:
+        """Raise DestinationError if the delta cannot be written to a place on this disk: comparing may take hours."""
+        from ..export.zarr import destination_of
+
+        tensors = [one for pair in self._pairs.values() for one in pair if one is not None]
+        place = destination_of(dest, tensors, complete(options, "write"))
+        if isinstance(place, Destination):
+            place.check()
+
     @with_options
     def write(
         self, dest: str | os.PathLike[str], *, location: str | None = None, **options: Unpack[WriteOptions]
@@ -233,7 +243,8 @@ class Delta:
         """
         if options.get("manifest"):
             raise DestinationError("manifest=True: a delta has the digests of its tensors already; leave it out")
-        self._options = {**DEFAULTS, **options}
+        self._check_place(dest, options)
+        self._options = {**complete(options, "write")}
         place = os.fspath(dest)
         if location is None:
             location = "" if self.base is None else location_of(_path_of(self.base), place, is_url)

@@ -21,12 +21,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..core.compose import readable
 from ..derive.deltas import without_ending
-from ..errors import DestinationError, FormatError, LazyckptError
+from ..errors import DataError, DestinationError, FormatError, LazyckptError, some
 from ..export.writer import WEIGHTS
 from ..formats.catalog import OPENERS, Found, find, recorded_step, unfinished
 from ..formats.megatron.files import TRACKER, tracked
@@ -116,7 +117,8 @@ class Pruned:
 class _State:
     """What opening a checkpoint has shown. ``lacks``: why it is incomplete, or "". ``known``: whether it certainly is a
     checkpoint. ``step``: None if the number in its name may be something else. ``base``: the checkpoint that it is a
-    delta over, None if there is none; ``states``: those that it needs of the base. ``is_delta``: whether it is one."""
+    delta over, None if there is none; ``states``: those that it needs of the base. ``is_delta``: whether it is one.
+    ``held``: the names of its states."""
 
     step: int | None
     lacks: str
@@ -125,6 +127,7 @@ class _State:
     base: str | None = None
     states: tuple[str, ...] = ()
     is_delta: bool = False
+    held: tuple[str, ...] = ()
 
 
 def prune(
@@ -173,6 +176,8 @@ def prune(
     ------
     DestinationError
         ``path`` is a URL that is only read, ``keep`` is below 1, or permissions are missing.
+    DataError
+        ``thin`` names a state that no checkpoint has.
     MissingFileError
         The folder does not exist.
     FormatError
@@ -230,6 +235,8 @@ def _to_thin(
         else:
             chosen.append((item, newer[0][1]))
     names = {item.name for item, _ in chosen}
+    if wanted is not None and chosen:
+        _check_states(folder, wanted, {name for one in names for name in states[one].held}, plan)
     moments = wanted is None or set(wanted) <= set(WEIGHTS)  # whether the states in the files of optimizers may go
     beside: dict[str, list[Item]] = {}
     removed = []
@@ -245,6 +252,21 @@ def _to_thin(
             kept.append(replace(item, reason=f"{model} stays"))
     kept.sort(key=lambda item: (item.step or 0, item.name))
     return replace(plan, remove=tuple(removed), keep=tuple(kept)), chosen, beside
+
+
+def _check_states(folder: RunFolder, wanted: Sequence[str], held: set[str], plan: Pruned) -> None:
+    """Raise DataError for a state that is to be kept and that no checkpoint has, nor the file of an optimizer beside
+    one: thinning would drop the one that is meant."""
+    for item in plan.remove if not held.issuperset(wanted) else ():
+        if item.reason.startswith(_WITH):
+            with suppress(LazyckptError):
+                held |= set(CheckpointView(folder.path(item.name), cache=False, storage_options=folder.options).states)
+    unknown = [name for name in wanted if name not in held]
+    if unknown:
+        raise DataError(
+            f"{folder}: no checkpoint that is thinned has the state {unknown[0]!r}: nothing is changed. There are "
+            f"{some(sorted(held), 8)}"
+        )
 
 
 def _thin(
@@ -342,6 +364,8 @@ def _carry_out(folder: RunFolder, plan: Pruned) -> Pruned:
     failed = folder.remove(names, [item.name for item in plan.leftovers])
     kept = [replace(item, reason="could not be removed") for item in plan.remove if item.name in failed]
     gone = tuple(item for item in plan.remove if item.name not in failed)
+    for item in gone:
+        folder.tidy(item.name)  # of thinning that was stopped
     return replace(plan, deleted=True, remove=gone, keep=(*plan.keep, *kept), failed=tuple(failed.values()))
 
 
@@ -367,7 +391,7 @@ def _looked_at(folder: RunFolder, found: Found, late: Mapping[str, str]) -> _Sta
     if not found.is_dir and not found.sure and step is None and found.name.lower().startswith("model"):
         return _State(None, "", True, plain_meta(view))  # model_3.pt may also be the third of three models
     step = found.number if found.sure or step is None else step
-    state = _State(step, _lacks(found, view, late), True, plain_meta(view))
+    state = _State(step, _lacks(found, view, late), True, plain_meta(view), held=tuple(view.states))
     if ABOUT not in view.kept:
         return state
     base = base_name(view, folder)

@@ -251,6 +251,8 @@ class RunView(CheckpointView):
         ------
         MissingFileError
             There is no such step.
+        TensorNotFoundError
+            A step lacks the state of this view.
         DataError
             What `lazyckpt.mean` raises.
         """
@@ -298,7 +300,14 @@ class RunView(CheckpointView):
         weights = None
         if decay is not None:
             weights = [(1 - decay if n else 1.0) * decay ** (len(chosen) - 1 - n) for n in range(len(chosen))]
-        store, index = average([self.at(step) for step in chosen], weights, missing, like=-1)
+        views = [self.at(step) for step in chosen]
+        for step, view in zip(chosen, views, strict=True):
+            if view.state != self._state:  # the first state of a checkpoint may be another one
+                raise TensorNotFoundError(
+                    f"step {step} has no state {self._state!r}, which is averaged; it has: {', '.join(view.states)}. "
+                    "Leave the step out, or take another state of the run, run.states[...]"
+                )
+        store, index = average(views, weights, missing, like=-1)
         return view_of(store, index, next(iter(index.states)), ())
 
     def to_xarray(self, *, chunks: Mapping[str, Any] | None = None, widen: bool = True) -> xr.DataTree:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ...errors import DataError
 from ...layouts.tables import pattern
 from ...lazy import LazyArray
 from ...namespace import Namespace
@@ -40,9 +41,16 @@ class AdapterBuilder:
     ----------
     tensors
         Name in the adapter's file -> tensor.
+
+    Raises
+    ------
+    DataError
+        The dtype is not floating-point.
     """
 
     def __init__(self, meta: Mapping[str, Any], base: str, dtype: torch.dtype | None) -> None:
+        if dtype is not None and not dtype.is_floating_point:
+            raise DataError(f"an adapter has no matrices of {dtype}: name a floating-point dtype, such as bfloat16")
         self.tensors: dict[str, torch.Tensor] = {}
         self._base = base
         self._dtype = torch.float32 if dtype is None else dtype

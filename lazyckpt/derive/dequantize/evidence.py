@@ -7,11 +7,11 @@ also in the ``text_config`` of a model of several modalities; hf_quant_config.js
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import CorruptError, LazyckptError, MissingFileError, Problem, cannot_read
+from ...errors import CorruptError, LazyckptError, MissingFileError, Problem, cannot_read, some
 from ...formats.huggingface import load_json
 from ...formats.shared.announce import listing
 from ...io.storage.base import Store
@@ -118,6 +118,16 @@ def _beside(store: Store, wants_model: bool) -> Evidence:
         if wants_model and model is None and _MODEL in beside:
             model = load(folder + _MODEL)
     return Evidence(model or {}, {}, others, tuple(problems))
+
+
+def quantized_among(views: Iterable[Namespace[Any]]) -> str:
+    """Return what to say of views whose tensors do not go with others because some of them are quantized; empty if no
+    file says that one is."""
+    roots = list(dict.fromkeys(view.root for view in views if evidence_of(view, None).quantization))
+    if not roots:
+        return ""
+    verb = "is" if len(roots) == 1 else "are"
+    return f"{some(roots, 4)} {verb} quantized: take view.dequantize(), which lazyckpt convert --dequantize writes"
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:

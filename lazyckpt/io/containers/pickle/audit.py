@@ -20,14 +20,13 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from ....core.units import human_bytes
 from ....errors import Problem, printable
-from ...limits import short_number
+from ...limits import CALLED, short_number
 from .rebuild import REBUILD
 from .techniques import BOMB, EXTENSION, PERSISTENT, framework, technique
 
 Grade: TypeAlias = Literal["torch", "plain", "framework", "unknown", "dangerous"]
 GRADES: tuple[Grade, ...] = ("dangerous", "unknown", "framework", "plain", "torch")  # the worst first
 _MEMO = 1 << 20  # entries of a memo past the length of the pickle
-_LARGE = 16 << 20  # elements or bytes that one call may make, past the length of the pickle
 
 _ALL = frozenset({"*"})
 _SHORT = 256  # characters of names whose judgement is kept
@@ -284,7 +283,7 @@ def bomb(entry: int, size: int) -> str:
 
 def large(name: str, count: object, size: int) -> str:
     """Return what is wrong with a call that makes ``count`` bytes in a pickle of ``size`` bytes, "" if nothing is."""
-    if type(count) is not int or count <= max(_LARGE, size):
+    if type(count) is not int or count <= max(CALLED, size):
         return ""
     return f"a call of {name} that makes {human_bytes(min(count, 1 << 60))}"
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ...limits import OBJECTS, OBJECTS_PER_BYTE
+from ...limits import CALLED, OBJECTS, OBJECTS_PER_BYTE
 from .audit import MAKERS, bomb, excess, large
 from .techniques import EXTENSION, PERSISTENT
 
@@ -146,7 +146,6 @@ _FILLED = {
     for name in ("list", "tuple", "set", "frozenset", "bytes", "bytearray", "sorted", "sum", "max", "min", "deque")
 }
 _ITERATORS = {"range", "xrange", "repeat", "count", "cycle", "product", "permutations", "combinations"}
-_LARGE = 16 << 20  # elements or bytes that a call may make
 _ESCAPE = re.compile(rb"\\([4-7][0-7]{2}|.)", re.DOTALL)
 _TYPES = {Named("builtins", "type"), Named("__builtin__", "type")}
 _PARTIAL = Named("functools", "partial")
@@ -625,7 +624,7 @@ def _is_endless(made: _Made) -> bool:
     if made.of is None or made.of.name not in _ITERATORS:
         return False
     numbers = [n for n in (made.args if type(made.args) is tuple else ()) if type(n) is int]
-    return made.of.module == "itertools" or any(n > _LARGE for n in numbers)
+    return made.of.module == "itertools" or any(n > CALLED for n in numbers)
 
 
 def _usual(escape: re.Match[bytes]) -> bytes:
