@@ -214,6 +214,12 @@ HUGGINGFACE = recordings.GROUPS["huggingface"].names
 
 
 @pytest.fixture(scope="session")
+def program_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
+    """Programs of torch with their weights (tests/writers/torch_programs.py)."""
+    return Cases("torch_programs", checkpoints("torch_programs"))
+
+
+@pytest.fixture(scope="session")
 def huggingface_cases(checkpoints: Checkpoints) -> Mapping[str, Case]:
     return Cases("huggingface", checkpoints("huggingface"))
 

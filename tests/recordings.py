@@ -45,6 +45,7 @@ from .writers import (
     rank_files,
     run_folders,
     torch_dcp,
+    torch_programs,
     trainers,
     verl_files,
 )
@@ -205,6 +206,12 @@ GROUPS = {
         "torchao", ("torchao",), "int8_sharded_tied float8 intx mixed_pt microscaling microscaling_pt int4 int4_pt"
     ),
     "quantized_torchao_v1": _quantized("torchao_v1", ("torchao",), "v1_int8_pt v1_mixed_pt"),
+    "torch_programs": Group(
+        tuple(torch_programs.CASES),
+        torch_programs.write_all,
+        lambda folder, name: {name: torch_programs.load_case(folder, name)},
+        ("torch",),
+    ),
     "dcp": Group(
         tuple(torch_dcp.CASES),
         torch_dcp.write_all,

@@ -263,6 +263,7 @@ FIXTURES = {
     "dcp_cases": tuple(name for name in torch_dcp.CASES if name != "unknown_codec"),
     "rank_cases": tuple(name for name in rank_files.CASES if name != "partial"),
     "megatron_cases": MEGATRON_KINDS,
+    "program_cases": ("script", "export"),
     "orbax_cases": tuple(name for name in orbax_files.CASES if not name.startswith("dtypes")),
     "trainer_cases": tuple(name for name, spec in trainers.CASES.items() if "open_numbers" not in spec.info),
 }

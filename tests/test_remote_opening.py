@@ -60,6 +60,7 @@ FAMILIES = {
         "flat_optimizer",
     ),
     "rank_files": ("verl_fsdp2", "verl_hsdp", "accelerate_local", "accelerate_sharded", "meshes", "whole_states"),
+    "torch_programs": ("script", "export", "export_2_7", "aoti"),
     "gguf": ("every", "split", "version1", "big_endian_blocks"),
     "megatron": ("tp2_pp2_bf16", "pp2_ep2_distopt", "tp2_dp2_distopt_buckets", "single"),
     "orbax": ("ocdbt", "ocdbt_zarr3", "plain", "plain_zarr3", "manager", "subchunks", "aggregate"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 import zipfile
 from pathlib import Path
@@ -13,30 +14,7 @@ from torch import nn
 import lazyckpt
 
 from .writers import bit_equal, torch_files
-
-
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 3)
-        self.register_buffer("passing", torch.arange(3.0), persistent=False)
-        self.table = torch.arange(6).reshape(2, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.passing  # type: ignore[operator]
-
-
-class Outer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = Inner(), Inner()
-        self.b.linear.weight = self.a.linear.weight
-        self.norm = nn.BatchNorm1d(3)
-        self.layers = nn.ModuleList([nn.Linear(3, 3).to(torch.bfloat16), nn.Linear(3, 3, bias=False)])
-        self.parts = [torch.ones(2), torch.zeros(3)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.a(x) + self.b(x)) + torch.tensor([1.0, 2.0, 3.0])  # type: ignore[no-any-return]
+from .writers.torch_programs import Outer
 
 
 def saved(path: Path, trace: bool = False, freeze: bool = False) -> torch.jit.ScriptModule:
@@ -113,6 +91,17 @@ def test_damage_is_told(tmp_path: Path, name: str) -> None:
     else:
         with pytest.raises(lazyckpt.CorruptError, match="checksum"):
             lazyckpt.open(path)
+
+
+def test_tuples_that_are_in_tuples_twice_are_looked_at_once(tmp_path: Path) -> None:
+    nested: tuple[object, ...] = ()
+    for _ in range(90):
+        nested = (nested, nested)
+    with zipfile.ZipFile(tmp_path / "m.pt", "w") as archive:
+        for name, value in (("data/0", b""), ("data.pkl", nested), ("constants.pkl", ())):
+            archive.writestr(f"m/{name}", value if isinstance(value, bytes) else pickle.dumps(value, 2))
+    with pytest.raises(lazyckpt.CorruptError):  # what the tuples stand for is more than the file can mean
+        lazyckpt.open(tmp_path / "m.pt")
 
 
 def test_truncated_files_are_refused(tmp_path: Path) -> None:

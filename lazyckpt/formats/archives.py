@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import DestinationError, FormatError, MissingFileError
 from ..io.containers.tar import is_tar, read_tar
+from ..io.containers.torch_tar import is_torch_tar
 from ..io.containers.zip import ZIP_MAGIC, read_zip
 from ..io.containers.zip_folder import read_zip_folder
 from ..io.storage.archive import ArchiveStore, archive_store
@@ -143,7 +144,8 @@ def opened_archive(store: Store, name: str, kept: bool = False) -> ArchiveStore 
 def _read(file: StoreFile, name: str) -> Tree | None:
     head = file.at(0, min(512, file.size))
     if name.endswith((".tar", _NEMO)):
-        return read_tar(file) if is_tar(head) else None
+        tree = read_tar(file) if is_tar(head) else None
+        return None if tree is None or is_torch_tar(tree) else tree
     if not head.startswith(ZIP_MAGIC) or not _may_be_folder(_first(head)):
         return None
     found = read_zip(file)

@@ -59,10 +59,12 @@ _BUILTIN = (
     ("flax", "READER", True),
     ("tensorflow", "READER", True),
     ("torchscript", "READER", True),
+    ("torch_export", "READER", True),
+    ("pickles", "READER", True),
     ("torch_save", "READER", True),
     ("zarr.reader", "FOLDER", False),
 )
-_FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf")
+_FILES = (".pt", ".pt2", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf")
 _FOLDERS = ("checkpoint-", "global_step", "step")  # prefixes of the names of checkpoints in a run's folder
 _LOOKED = 32  # maximum number of subfolders that are examined
 _BELOW = 100  # maximum number of folders in them; a link to "." would otherwise be followed again and again

@@ -181,7 +181,11 @@ class _Modules:
         if isinstance(value, tuple):
             if depth > _DEEP:
                 raise CorruptError(f"{self._where}: tuples are nested deeper than {_DEEP} levels: damaged or hostile")
-            return tuple(self._of(item, depth + 1) for item in value) if type(value) is tuple else value
+            if type(value) is not tuple:
+                return value
+            if id(value) not in self._made:  # a tuple may be in others, each of them twice
+                self._made[id(value)] = tuple(self._of(item, depth + 1) for item in value)
+            return self._made[id(value)]
         script = isinstance(value, Opaque) and value.module.split(".")[0] == _ROOT and value.args is not None
         if not script and type(value) not in (list, dict):
             return value

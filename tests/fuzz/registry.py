@@ -19,12 +19,14 @@ from .targets import (
     pickles,
     safetensors,
     torch_files,
+    torch_programs,
     zarr,
 )
 
 MODULES = (
     pickles,
     torch_files,
+    torch_programs,
     dcp,
     safetensors,
     zarr,

@@ -25,7 +25,6 @@ __all__ = [
     "write_colliding",
     "write_cyclic",
     "write_exotic",
-    "write_export",
     "write_flat",
     "write_legacy",
     "write_legacy_training",
@@ -188,12 +187,6 @@ def _quietly(write: Callable[[], object]) -> None:
 def write_torchscript(folder: Path) -> Written:
     path, module = folder / "script.pt", _linear()
     _quietly(lambda: torch.jit.save(torch.jit.script(module), path))
-    return path, module.state_dict()
-
-
-def write_export(folder: Path) -> Written:
-    path, module = folder / "program.pt2", _linear()
-    _quietly(lambda: torch.export.save(torch.export.export(module, (torch.zeros(1, 3),)), path))
     return path, module.state_dict()
 
 

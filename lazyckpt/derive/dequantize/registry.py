@@ -11,7 +11,7 @@ from .model import Family
 # stays as it is stored.
 NAMES: tuple[str, ...] = (
     "fp8", "microscaling", "modelopt", "compressed", "gptq", "awq", "bitsandbytes", "hqq", "mlx", "torchao", "engine",
-    "gguf",
+    "gguf", "affine",
 )  # fmt: skip
 
 

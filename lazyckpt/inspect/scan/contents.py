@@ -152,7 +152,7 @@ class _Examiner:
             self.contents.add("shipped-code", inner, "is a TorchScript archive: torch.jit.load runs the code in it")
         elif any(end.startswith(".data/extern_modules") for end in ends):
             self.contents.add("shipped-code", inner, "is a torch.package: its importer runs the code in it")
-        elif "archive_format" in ends:
+        elif "archive_format" in ends or "serialized_exported_program.json" in ends:
             self.contents.add(
                 "shipped-code", inner, "is a program of torch.export: loaders may run compiled code in it"
             )

@@ -122,6 +122,12 @@ def read_header(data: bytes, where: str) -> Npy:
     return Npy(length, dtype, shape, fortran, swapped, raw)
 
 
+def number_of(dtype: np.dtype[Any]) -> DType | None:
+    """Return the dtype of torch for a dtype of numpy, whatever its byte order; None if the elements are no numbers, or
+    of a kind that torch lacks."""
+    return _NAMED.get(dtype.str[1:]) if dtype.kind in "biufc" else None
+
+
 def _literal(text: str, where: str) -> Any:
     for attempt in (text, _LONG.sub("", text)):
         try:
@@ -154,7 +160,7 @@ def _dtype(descr: Any, where: str) -> tuple[DType, bool, str]:
         raise NoNumbersError("text")
     if dtype.kind in "mM":
         raise NoNumbersError("times")
-    found = _NAMED.get(dtype.str[1:])
+    found = number_of(dtype)
     if found is None:
         raise NoNumbersError(f"of the dtype {dtype.name}, which torch lacks")
     return found, dtype.str.startswith(">"), ""

@@ -1,7 +1,8 @@
 """Index of torch.save files: the places of their tensors and the objects around them. Nothing in a file is executed.
 
 Zip files (torch >= 1.6): writer torch/serialization.py `_save` and caffe2/serialize/inline_container.cc. Legacy files:
-torch/serialization.py `_legacy_save`. Only the pickle and the zip's directory are read, no tensor data.
+torch/serialization.py `_legacy_save`. Tar files of torch 0.1: `torch_tar`. Only pickles and the directories of zips and
+tars are read, no tensor data.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .pickle.machine import Pickle
 from .pickle.memo import Items
 from .pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage, viewed_storage
 from .pickle.records import short
+from .tar import is_tar
+from .torch_tar import read_torch_tar
 from .zip_directory import ZIP_MAGIC, Directories, Record, same_places
 
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the pickled number 0x1950a86a20f9469cfc6c
@@ -127,7 +130,7 @@ def _reach(offset: int, shape: Shape, strides: Shape, dtype: DType) -> int:
 
 def is_torch_file(head: bytes) -> bool:
     """Return whether the first bytes of a file are those of a torch.save file or of a related format."""
-    return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32]
+    return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32] or is_tar(head)
 
 
 def is_whole(store: Store, path: str, size: int) -> bool:
@@ -160,7 +163,7 @@ class Pickles:
 def read_torch_file(
     store: Store, path: str, pickles: Pickles | None = None, window: tuple[int, int] | None = None
 ) -> TorchFile:
-    """Index a torch.save file, zip or legacy.
+    """Index a torch.save file: zip, legacy, or tar.
 
     ``pickles`` is a cache for similar files. With ``window`` (start, length), the torch.save file is this part of the
     file; the offsets of its records are still relative to the whole file. Raises FormatError for other formats
@@ -175,9 +178,10 @@ def read_torch_file(
     if not head:
         raise CorruptError(f"{file.where} is empty (0 bytes): copy it again from its source")
     file.refuse_pointer(head)
-    if head[257:262] == b"ustar":
-        raise FormatError(
-            f"{file.where} is a tar archive, as torch 0.1 saved: load it with an old torch and save it again"
+    if is_tar(head):
+        found = read_torch_tar(file)
+        return TorchFile(
+            file.path, file.info, found.root, found.records, found.globals, swapped=False, pickle_size=found.pickle_size
         )
     if head[:1] == b"\x80":
         raise FormatError(

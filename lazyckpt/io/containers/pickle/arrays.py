@@ -5,13 +5,15 @@ numpy/_core/multiarray (`_reconstruct`, `scalar`), numpy/_core/numeric (`_frombu
 
 from __future__ import annotations
 
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....core.box import Shape
-from ....core.dtypes import DType
-from .records import Opaque, short
+from ....core.box import Shape, c_strides
+from ....core.dtypes import FROM_NAME, DType
+from ..npy import number_of
+from .records import Distant, Opaque, short
 
 _MAX_FIELDS = 256  # maximum fields of a numpy dtype, over all levels
 
@@ -73,6 +75,28 @@ class NumpyDtype:
             return dtype.newbyteorder(">")
         return dtype.newbyteorder("<") if order == "<" else dtype
 
+    @property
+    def extension(self) -> DType | None:
+        """The dtype if it is one of ml_dtypes, which numpy pickles as a class; None if not."""
+        code = self.code
+        found = FROM_NAME.get(code.name) if isinstance(code, Opaque) and code.module == "ml_dtypes" else None
+        if found is None or not found.is_number or not isinstance(self.state, tuple) or len(self.state) < 6:
+            return None
+        order, itemsize = self.state[1], self.state[5]  # (version, order, None, None, None, itemsize, ...)
+        return found if order != ">" and itemsize == found.itemsize else None
+
+
+class Placed(NamedTuple):
+    """Where the elements of an array lie in ``raw``, its bytes: strides are in elements. ``dtype`` is None if torch has
+    no such elements; ``kind`` is numpy's name for them."""
+
+    dtype: DType | None
+    kind: str
+    shape: Shape
+    strides: Shape
+    swapped: bool
+    raw: bytes | bytearray | Distant
+
 
 class NumpyArray:
     """A pickled numpy array: an empty array, then a state with shape, dtype and bytes."""
@@ -85,6 +109,36 @@ class NumpyArray:
 
     def set_state(self, state: Any) -> None:
         self.state, self._real, self._held = state, None, {}
+
+    def place(self) -> Placed:
+        """Return where the elements lie in the bytes of the array. Raises ValueError if the record contradicts itself,
+        and for an array of objects, which has no bytes."""
+        state = self.state
+        if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[2], NumpyDtype):
+            raise ValueError("a numpy array without its state")
+        _, shape, record, fortran, raw = state
+        foreign = record.code if isinstance(record.code, Opaque) else None  # a dtype of another package
+        kind = None if foreign is not None else record.real()
+        if not isinstance(raw, str | bytes | bytearray | Distant) or (kind is not None and kind.hasobject):
+            raise ValueError("a numpy array without its bytes")
+        if type(shape) is int:
+            shape = (shape,)
+        if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in shape):
+            raise ValueError(f"a numpy array of shape {short(shape)}")
+        axes = tuple(range(len(shape))) if self.axes is None else tuple(self.axes)
+        if sorted(axes) != list(range(len(shape))):
+            raise ValueError(f"a numpy array whose axes are {short(axes)}")
+        raw = raw.encode("latin1") if isinstance(raw, str) else raw
+        nbytes = raw.state["nbytes"] if isinstance(raw, Distant) else len(raw)
+        dtype = record.extension if kind is None else number_of(kind)
+        name = str(kind) if foreign is None else f"{foreign.module}.{foreign.name}"
+        itemsize = dtype.itemsize if dtype is not None else kind.itemsize if kind is not None else None
+        if itemsize is not None and nbytes != prod(shape) * itemsize:
+            raise ValueError(f"a numpy array of shape {short(shape)} in {nbytes:,} bytes")
+        strides = c_strides(shape[::-1])[::-1] if fortran else c_strides(shape)
+        swapped = dtype is not None and dtype.itemsize > 1 and kind is not None and kind.str.startswith(">")
+        turned = tuple(shape[n] for n in axes), tuple(strides[n] for n in axes)
+        return Placed(dtype, name, *turned, swapped, raw)
 
     def held(self, dtype: DType) -> tuple[Shape, bytes]:
         """Return the shape, and the elements converted to ``dtype`` as bytes in C order. Raises ValueError,
@@ -124,9 +178,9 @@ class NumpyArray:
 
 def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any, axes: Any = None) -> NumpyArray:
     array = NumpyArray()
-    if not isinstance(buffer, bytes | bytearray):
+    if not isinstance(buffer, bytes | bytearray | Distant):
         raise TypeError("not the bytes of an array")
-    array.state = (1, shape, dtype, order == "F", bytes(buffer))
+    array.state = (1, shape, dtype, order == "F", buffer if isinstance(buffer, Distant) else bytes(buffer))
     array.axes = axes if order == "K" else None
     return array
 

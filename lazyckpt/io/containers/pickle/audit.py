@@ -192,7 +192,11 @@ MAKERS = {
     *(("numpy", name) for name in ("zeros", "ones", "empty", "full", "arange", "eye", "identity", "ndarray")),
     *((f"numpy.{c}.multiarray", name) for c in ("core", "_core") for name in ("zeros", "empty", "arange")),
 }
-_TORCH_ROOT = {"relu", "tanh", "sigmoid", "selu", "softmax", "log_softmax", "nn", "square", "sin", "cos", "exp", "log"}
+_TORCH_ROOT = {
+    "relu", "tanh", "sigmoid", "selu", "softmax", "log_softmax", "nn", "square", "sin", "cos", "exp", "log",
+    "per_tensor_affine", "per_channel_affine", "per_tensor_symmetric", "per_channel_symmetric",
+    "per_channel_affine_float_qparams",
+}  # fmt: skip
 _CONTAINERS = {("collections", "OrderedDict"), ("collections", "defaultdict"), ("builtins", "set")}
 
 

@@ -87,6 +87,7 @@ class Plain:
         keep: Callable[[str, StoredTensor], Any] | None = None,
         take: Callable[[Opaque], bool] | None = None,
         parts: Parts | None = None,
+        array: Callable[[NumpyArray, str], StoredTensor | None] | None = None,
     ) -> None:
         """Separate ``value``, the content of a pickle of ``size`` bytes (which limits how far shared parts expand).
 
@@ -94,7 +95,8 @@ class Plain:
         tensor in the rest, from its name and record; by default tensors are removed from the rest. ``take`` returns
         whether a record is a tensor that the caller reads itself; such a record is removed and not searched. ``parts``
         are those of the last object: what is the same object at the same place is not walked again. The rest must then
-        not be modified."""
+        not be modified. ``array`` returns the tensor that an array of numpy with this name is, or None if the array is
+        to stay in the rest."""
         self.tensors: dict[str, StoredTensor] = {}
         self.taken: dict[str, Opaque] = {}
         self.paths: dict[str, Path] = {}
@@ -111,6 +113,7 @@ class Plain:
         self._keep = keep
         self._take = take
         self._parts = parts
+        self._array = array
         try:
             rest = self._walk(value, (), 0)
             self.inner = self._add_attributes()
@@ -248,6 +251,10 @@ class Plain:
                 self.taken[self._key(path)] = value
                 return _GONE
             return self._opaque(value, path, depth)
+        if isinstance(value, NumpyArray) and self._array is not None:
+            tensor = self._array(value, self._name(path))
+            if tensor is not None:
+                return self._tensor(tensor, path)
         if isinstance(value, NumpyArray | NumpyDtype):
             return self._numpy(value, path, depth)
         weighs = weight(value)

@@ -278,7 +278,7 @@ def _qtensor(storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, 
     s = _stored(storage)
     tensor = StoredTensor(s, s.dtype or U8, offset, _ints(size), _ints(stride))
     scheme = quantizer[0].name if isinstance(quantizer[0], Opaque) else quantizer[0]
-    tensor.note = f"is quantized ({short(scheme)}): read as the integers it stores, without scale and zero point"
+    tensor.note = f"is quantized ({short(scheme)}): read as the integers it stores; view.dequantize() has its values"
     tensor.state = {"quantizer": quantizer}
     return tensor
 

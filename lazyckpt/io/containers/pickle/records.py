@@ -92,6 +92,16 @@ class Opaque:
         return f"<{_word(self.module)}.{_word(self.name)}{' ' if parts else ''}{', '.join(parts)}>"
 
 
+class Distant(Opaque):
+    """A byte string that was left in the file: ``nbytes`` bytes from byte ``offset`` on."""
+
+    __slots__ = ()
+
+    def __init__(self, offset: int, nbytes: int, mutable: bool = False) -> None:
+        super().__init__("builtins", "bytearray" if mutable else "bytes", ())
+        self.state = {"offset": offset, "nbytes": nbytes}
+
+
 class Attributed(dict[Any, Any]):
     """A dict with attributes from the pickle (such as ``_metadata`` of an OrderedDict) in ``state``."""
 

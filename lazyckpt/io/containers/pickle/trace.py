@@ -23,6 +23,7 @@ _FIRST_WINDOW, _WINDOW = 1 << 12, 1 << 20  # bytes of the first read, and of the
 _AHEAD = 32  # bytes of an opcode and its length
 _LINE = 1 << 28  # bytes of the longest argument that is a line
 _TEXT = 1 << 10  # characters of the longest text that may be a name
+_KEY = 20  # digits of the largest key of a tensor in a tar of torch 0.1
 _KEPT = 8  # elements of the largest tuple that is kept
 _REMAINDER = 64 << 20  # bytes behind the damage that are searched
 _NAME = rb"[A-Za-z_][\w.]{0,200}"
@@ -584,11 +585,17 @@ class _Tracer:
             self.found.odd.append(f"changes {target.module}.{target.name} itself, for the whole process")
 
     def _persistent(self, pid: Any) -> Any:
-        """Return what a persistent id stands for: a storage of torch, or a class of a legacy file of torch."""
+        """Return what a persistent id stands for: a storage of torch, or a class of a legacy file of torch.
+
+        Tar files of torch 0.1 have keys of tensors and storages, which are numbers, and (class, file, source)."""
         if type(pid) is tuple and pid and pid[0] == "storage" and len(pid) >= 5:
             return _PLAIN
         if type(pid) is tuple and len(pid) > 1 and pid[0] == "module" and type(pid[1]) is Named:
             return pid[1]
+        if type(pid) is tuple and len(pid) == 3 and type(pid[0]) is Named:
+            return pid[0]
+        if type(pid) is str and pid.isdecimal() and len(pid) <= _KEY:
+            return _PLAIN
         text = (
             pid if type(pid) is str else pid[0] if type(pid) is tuple and pid and type(pid[0]) is str else "an object"
         )
