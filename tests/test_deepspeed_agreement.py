@@ -121,6 +121,14 @@ UNIVERSAL_REFUSALS = (
     Refusal("a padding that exceeds the partition", _overlong, r"narrow\(\): length must be non-negative"),
     Refusal("a rank without attention heads has no slice of them", _headless, "NoneType"),
     Refusal(
+        "AutoTP lists patterns for AutoEP's experts, which are not merged over its ranks",
+        lambda c: _autoep(c) and c.info["tp"] > 1 and c.info["stage"] < 3,
+        "Unused patterns",
+    ),
+    Refusal(
+        "AutoEP with AutoTP under ZeRO-3", lambda c: _autoep(c) and c.info["tp"] > 1, "AutoEP . AutoTP folded ZeRO-3"
+    ),
+    Refusal(
         "AutoTP lists patterns for frozen parameters, which have no states (--no_strict gets over it)",
         lambda c: bool(c.info["tp"] > 1 and c.info["frozen"] and not _pipeline(c)),
         "Unused patterns",

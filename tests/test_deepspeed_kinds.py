@@ -251,6 +251,43 @@ def test_stacks_of_experts_with_a_rank_lost(kinds: dict[str, Case], tmp_path: Pa
         view[name][1:3]
 
 
+def test_experts_over_tensor_parallel_ranks_with_a_file_lost(kinds: dict[str, Case], tmp_path: Path) -> None:
+    """Four ranks with an expert each: a lost optimizer file holds one expert, and a lost expert's file another."""
+    case = kinds["autoep_autotp_zero2_ep4"]
+    folder = Path(shutil.copytree(case.path, tmp_path / "ckpt"))
+    next(folder.glob("*/*zero_pp_rank_1_mp_rank_00_optim_states.pt")).unlink()  # global rank 2
+    next(folder.glob("*/layer_0_expert_1_mp_rank_01_model_states.pt")).unlink()
+    view = lazyckpt.open(folder)
+    assert {p.code for p in view.problems} == {"missing-file"}
+    assert view.mesh.ep == 4 and view.keys() == lazyckpt.open(case.path).keys()
+    for name in case.info["experts"]:
+        for state, lost in (("weights", 1), ("fp32", 2), ("exp_avg", 2)):
+            tensor, truth = view.states[state][name], case.truth[state][name]
+            kept = [n for n in range(4) if n != lost]
+            assert bit_equal(tensor[kept], truth[kept])
+            with pytest.raises(lazyckpt.MissingFileError):
+                tensor[lost]
+
+
+@pytest.mark.parametrize("name", ["autoep_autotp_zero0_fp32", "autoep_autotp_zero1", "autoep_autotp_zero3"])
+def test_experts_over_tensor_parallel_ranks_have_no_problems(kinds: dict[str, Case], name: str) -> None:
+    assert lazyckpt.open(kinds[name].path).problems == ()
+
+
+def test_autotp_that_describes_nothing_cuts_no_vocabulary(kinds: dict[str, Case], tmp_path: Path) -> None:
+    """deepspeed 0.18.8 and before write such files: the names of layers decide, and embeddings are whole."""
+    case = kinds["autotp_zero1"]
+    for config, whole in ((None, False), ("file.json", True)):
+        folder = _without_info(case, tmp_path / str(config))
+        for path in folder.glob("*/mp_rank_*") if config else ():
+            torch.save(torch.load(path, weights_only=False) | {"ds_config": config}, path)
+        view = lazyckpt.open(folder)
+        unknown = {p.path for p in view.problems}
+        assert ("model.embed_tokens.weight" in unknown) == whole
+        for name in case.truth["weights"].keys() - unknown - {"lm_head.weight"}:
+            assert bit_equal(view[name][...], case.truth["weights"][name]), name
+
+
 @pytest.mark.parametrize(
     "layers", [None, [{"expert_key_prefix": "model.layers.0.mlp.experts", "num_experts": 1 << 60}]]
 )

@@ -103,6 +103,10 @@ AUTOEP: dict[str, Spec] = {
     "autoep_zero2_ep1": AutoEPSpec(stage=2, ep=1),
     "autoep_zero3": AutoEPSpec(stage=3),
     "autoep_zero3_dp4": AutoEPSpec(stage=3, dp=4, dtype="fp32"),
+    "autoep_autotp_zero0_fp32": AutoEPSpec(stage=0, tp=2, dp=2, layers=1, mlp=5, vocab=19, dtype="fp32"),
+    "autoep_autotp_zero1": AutoEPSpec(stage=1, tp=2, dp=2, layers=1, mlp=5, vocab=19),
+    "autoep_autotp_zero2_ep4": AutoEPSpec(stage=2, tp=2, dp=2, layers=1, mlp=5, vocab=19, ep=4),
+    "autoep_autotp_zero3": AutoEPSpec(stage=3, tp=2, dp=2, layers=1, mlp=5, vocab=19),
 }
 AUTOTP: dict[str, Spec] = {
     "autotp_zero0": AutoTPSpec(stage=0),

@@ -1,7 +1,8 @@
 """DeepSpeed's newer writers, and older ones that it has removed: Muon, FastPersist, FP16_Optimizer, weights alone.
 
 ``info["also"]`` has further files of a case: path in ``also`` -> the parameters that are not in it. :data:`OLDER` is
-written by deepspeed 0.18, the last version with MiCS and the compressed optimizers.
+written by deepspeed 0.18.9, of the last versions with MiCS and the compressed optimizers, and with an AutoTP that does
+not say what is whole.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from .deepspeed_launch import launch
+from .deepspeed_launch import Spec, launch
+from .deepspeed_specs import AutoTPSpec
 
 __all__ = ["OLDER", "SPECS", "NewerSpec", "write_all", "write_older"]
 
@@ -75,11 +77,12 @@ SPECS: dict[str, NewerSpec] = {
     "fused_groups": NewerSpec(stage=0, kind="fused", seed=54, groups="decay"),
     "fused_named": NewerSpec(stage=0, kind="fused", seed=55, groups="named"),
 }
-OLDER: dict[str, NewerSpec] = {
+OLDER: dict[str, Spec] = {
     "mics": NewerSpec(stage=3, dp=4, zero={"mics_shard_size": 2}, seed=50),
     "onebit_adam": NewerSpec(stage=0, dtype="fp32", kind="compressed", optimizer="OneBitAdam", seed=52),
     "onebit_adam_fp16": NewerSpec(stage=0, dtype="fp16", kind="compressed", optimizer="OneBitAdam", seed=52),
     "zero_one_adam_fp16": NewerSpec(stage=0, dtype="fp16", kind="compressed", optimizer="ZeroOneAdam", seed=52),
+    "autotp": AutoTPSpec(stage=1, heads=4, kv_heads=2, mlp=22, vocab=31, layers=1),
 }
 
 

@@ -80,14 +80,18 @@ class AutoEPSpec:
     stage: Literal[0, 1, 2, 3]
     dtype: Dtype = "bf16"
     dp: int = 2
+    tp: int = 1
+    """With AutoTP, too: expert-parallel ranks are then consecutive ranks, whatever their tensor-parallel rank."""
     ep: int = 2
     experts: int = 4
     seed: int = 0
     vocab: int = 61
+    layers: int = 2
+    mlp: int = 23
 
     @property
     def world(self) -> int:
-        return self.dp
+        return self.dp * self.tp
 
 
 @dataclass(frozen=True, kw_only=True)

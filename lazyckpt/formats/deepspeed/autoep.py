@@ -1,8 +1,10 @@
 """AutoEP: the experts of a transformers model, stacked in one parameter per layer and distributed over ranks.
 
 Sources: deepspeed/module_inject/auto_ep_layer.py, runtime/engine.py (``ds_autoep_layers`` in the model states; each
-expert file holds one expert, as ``PREFIX.w1.ID``), runtime/zero/stage3.py (``ds_zero_partition_groups``). Every
-expert-parallel rank has a stack of shape [local experts, ...] under the same name; the whole is [experts, ...].
+expert file holds one expert, as ``PREFIX.w1.ID``), runtime/zero/stage3.py (``ds_zero_partition_groups``),
+module_inject/auto_ep_folding.py `expected_folding_group_tables` (with AutoTP). Every expert-parallel rank has a stack
+of shape [local experts, ...] under the same name; the whole is [experts, ...]. With AutoTP, experts are not cut over
+tensor-parallel ranks, but distributed over them as over others: expert-parallel ranks are consecutive global ranks.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from ...core.extents import Extent, Hole
 from ...core.placement import Part, Placement
 from ...core.specs import Fragment
 from ...errors import Problem
-from ..shared.rank_shards import Shard
-from .building import Building
+from ..shared.rank_shards import Shard, Shards
+from .building import ALONE, Building
 
 _MOST = 4096  # limit on the experts of a layer
 # the prefix of a layer's expert parameters -> for each expert-parallel rank the global ids of its experts, in order
 Placements = dict[str, list[list[int]]]
+# (state, name) -> expert-parallel rank -> its experts
+Stacks = dict[tuple[str, str], dict[int, Shard]]
 
 
 def placements(model: Mapping[Any, Any]) -> Placements:
@@ -100,18 +104,24 @@ def stacked(ids: list[list[int]], ranks: Mapping[int, Shard], lost: Mapping[int,
     return Shard((sum(map(len, ids)), *rest), first.dtype, merged)
 
 
+def add_stacks(b: Building, shards: Shards, stacks: Stacks, lost: Mapping[int, Hole]) -> None:
+    """Add the stacks of all experts to the shards. Tensor-parallel ranks do not cut experts."""
+    for (state, name), stack in stacks.items():
+        whole = stacked(layer_of(name, b.placements) or [], stack, lost)
+        shards.setdefault(state, {})[name] = {ALONE: whole}
+
+
 def stacked_files(b: Building, names: dict[str, dict[int, Shard]], known: Placements) -> dict[str, dict[int, Shard]]:
     """Stack the tensors of expert files, which hold one expert each under the name ``PREFIX.w1.ID``."""
     found: dict[str, dict[int, Shard]] = {}
-    stacks: dict[tuple[str, int], dict[int, Shard]] = {}
+    stacks: dict[str, dict[int, Shard]] = {}
     for name, by_rank in names.items():
         stack, _, number = name.rpartition(".")
         if layer_of(stack, known) is None or not number.isdecimal():
             found[name] = by_rank
             continue
-        for tp, local in by_rank.items():
-            stacks.setdefault((stack, tp), {})[int(number)] = local
-    for (name, tp), experts in stacks.items() if b.tp == 1 else ():
+        stacks.setdefault(stack, {})[int(number)] = by_rank[min(by_rank)]  # with tensor parallelism: any rank's copy
+    for name, experts in stacks.items():
         ids = layer_of(name, known) or []
         rest = next(iter(experts.values())).shape
         blocks = []
@@ -128,7 +138,7 @@ def stacked_files(b: Building, names: dict[str, dict[int, Shard]], known: Placem
                 )
             blocks.append(Fragment(extent, (1, *rest), part))
         dtype = next(iter(experts.values())).dtype
-        found.setdefault(name, {})[tp] = Shard((len(blocks), *rest), dtype, tuple(blocks))
+        found[name] = {ALONE: Shard((len(blocks), *rest), dtype, tuple(blocks))}
     return found
 
 

@@ -25,7 +25,7 @@ from ...io.containers.torch_file import TorchFile
 from ...layouts.tables import pattern
 from ..shared.flat import FlatFragments, Partition
 from ..shared.rank_shards import Shard, Shards
-from .autoep import layer_of, stacked
+from .autoep import Stacks, add_stacks, layer_of
 from .building import Building, Shapes, Stage, table
 from .files import RankFiles, name_of_rank
 from .muon import RULE, Kept, as_partitions, fragments, matrices, use_muon
@@ -225,6 +225,8 @@ def flat_states(
     counts = next((_counts(r) for r in optim.values() if isinstance(r, Optim)), None)
     cuts: list[_Cut] = []
     for g, shapes in enumerate(groups):
+        if b.tp > 1 and any(layer_of(name, b.placements) is not None for name in shapes):
+            continue  # see `spread_experts`
         count = counts[g] if isinstance(counts, list) and g < len(counts) else world
         if type(count) is not int or count == world or count < 1 or world % count:
             cuts.append(_cut(g, shapes, optim, stage, rank))
@@ -234,18 +236,54 @@ def flat_states(
             ranks = [ep * count + n if data_first else ep + n * expert_parallel for n in range(count)]
             mine = {n: optim[dp] for n, dp in enumerate(ranks)}
             cuts.append(_cut(g, global_experts(shapes, ep), mine, stage, rank._replace(ep=ep)))
+    return _of_cuts(b, cuts, stage)
+
+
+def spread_experts(b: Building, stages: Sequence[Stage], optims: Mapping[int, OptimFiles], sharded: bool) -> Shards:
+    """Return fp32 and every state of AutoEP's experts, with AutoTP: of the groups that `flat_states` leaves out.
+
+    Expert-parallel ranks are consecutive global ranks, of which the tensor-parallel ones come first
+    (module_inject/auto_ep_folding.py `expected_folding_group_tables`). ``stages``: those of one pipeline stage.
+    """
+    first = stages[0]
+    own = optims[first.rank.pp * b.tp + first.rank.tp]
+    ranks: dict[int, Optim | Hole] = {}
+    for dp in own:
+        for tp in range(b.tp):
+            mp = first.rank.pp * b.tp + tp
+            lost = b.lost.get(mp, "")
+            ranks[dp * b.tp + tp] = optims[mp][dp] if mp in optims else Hole(lost, f"{lost} is lost, or its ranks are")
+    layout = Stage3() if sharded else Stage12(own)
+    cuts = []
+    for g, shapes in enumerate(first.groups):
+        ids = next((ids for n in shapes if (ids := layer_of(n, b.placements)) is not None), None)
+        if ids is None:
+            continue
+        if len(ranks) % len(ids) or any(layer_of(n, b.placements) is None for n in shapes):
+            line = f"group {g} of the optimizer states has experts, and cannot be read: see view.stored"
+            b.report(Problem("inconsistent-metadata", line))
+            continue
+        for ep in range(len(ids)):
+            mine = {n: ranks[rank] for n, rank in enumerate(range(ep, len(ranks), len(ids)))}
+            cuts.append(_cut(g, shapes, mine, layout, first.rank._replace(ep=ep)))
+    return _of_cuts(b, cuts, layout)
+
+
+def _of_cuts(b: Building, cuts: Sequence[_Cut], stage: Stage12 | Stage3) -> Shards:
+    """Return the states of groups. What every expert-parallel rank has of AutoEP's experts is stacked."""
     other = _not_by_element(b, cuts, stage)
     shards: Shards = {}
-    stacks: dict[tuple[str, str], dict[int, Shard]] = {}  # (state, name) -> expert-parallel rank -> its experts
+    stacks: Stacks = {}
     same: set[tuple[str, str]] = set()
     for cut in cuts:
         own: Shards = {}
         _group_states(b, cut, other, stage, own)
         for state, names in own.items():
             for name, by_rank in names.items():
-                if by_rank[rank.tp].shape != () and layer_of(name, b.placements) is not None:
-                    stacks.setdefault((state, name), {})[cut.rank.ep] = by_rank[rank.tp]
-                elif by_rank[rank.tp].shape != () and name in shards.get(state, {}):
+                mine = by_rank[cut.rank.tp]
+                if mine.shape != () and layer_of(name, b.placements) is not None:
+                    stacks.setdefault((state, name), {})[cut.rank.ep] = mine
+                elif mine.shape != () and name in shards.get(state, {}):
                     same.add((state, name))
                 else:
                     shards.setdefault(state, {}).setdefault(name, {}).update(by_rank)
@@ -256,12 +294,8 @@ def flat_states(
             "it is in view.stored"
         )
         b.report(Problem("mismatched-shards", line, name))
-    if b.tp > 1:  # reported by the reader
-        stacks = {}
     lost = {c.rank.ep: h for c in cuts for h in c.optim.values() if isinstance(h, Hole)}
-    for (state, name), stack in stacks.items():
-        whole = stacked(layer_of(name, b.placements) or [], stack, lost)
-        shards.setdefault(state, {}).setdefault(name, {})[rank.tp] = whole
+    add_stacks(b, shards, stacks, lost)
     return shards
 
 

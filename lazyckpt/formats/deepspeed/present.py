@@ -22,6 +22,7 @@ from ...core.specs import Fragment, TensorSpec
 from ...errors import LazyckptError, Problem, some
 from ...io.containers.pickle.records import short
 from ..shared.rank_shards import Shard, Shards, missing
+from .autoep import layer_of
 from .building import Building, Shapes, table, tensors_in
 from .files import RankFiles
 from .plainopt import numbered_groups
@@ -52,8 +53,13 @@ def set_aside(b: Building, files: RankFiles, count: int, model: Mapping[Any, Any
         b, files.expert_optim, lambda k: k[0] >= b.world, lambda k: f"expert-parallel rank {k[0]}", f"{b.world} ranks"
     )
     _drop(b, files.expert_optim, lambda k: k[1] >= count, lambda k: f"model-parallel rank {k[1]}", str(count))
-    for ep in range(1 + max((ep for ep, _ in files.expert_optim), default=-1)):
+    expert_parallel = 1 + max((ep for ep, _ in files.expert_optim), default=-1)
+    for ep in range(expert_parallel):
         for mp in range(count):
+            # AutoEP with AutoTP: expert-parallel ranks are consecutive global ranks (see `autoep`)
+            spread = b.placements and b.tp > 1
+            if spread and all((dp * b.tp + mp) % expert_parallel != ep for dp in range(b.world)):
+                continue
             if (ep, mp) not in files.expert_optim:
                 path = f"{files.folder}/expp_rank_{ep}_mp_rank_{mp:02d}_optim_states.pt".lstrip("/")
                 b.report(Problem("missing-file", f"{path} is missing: the optimizer states in it are lost", path))
@@ -162,6 +168,8 @@ def with_lost_experts(b: Building, files: RankFiles, model: Mapping[Any, Any], s
     ranks = sorted({mp for _, _, mp in files.experts})
     for layer, count in enumerate(num_experts(model, files)):
         sibling = next((s for k in files.experts if k[0] == layer if (s := _own(b, k[1], files.experts[k]))), None)
+        if sibling and any(layer_of(n.rpartition(".")[0], b.placements) is not None for n in sibling[1]):
+            continue  # AutoEP: reported where the stack is read
         for expert in range(count):
             for mp in ranks:
                 path = files.experts.get((layer, expert, mp))

@@ -19,10 +19,11 @@ from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque
 from ...io.containers.torch_file import TorchFile
+from ...layouts.autotp import autotp_rules, uncut_rules, undescribed_rules, uses_autotp
 from ...layouts.families import family_rules
 from ...layouts.merge import Source as RuleSource
 from ...layouts.merge import replicated, user_rules
-from ...layouts.universal import universal_rules
+from ...layouts.universal import joined, universal_rules
 from ..reader import Reader, Source
 from ..shared.announce import announce
 from ..shared.rank_shards import Shards, update
@@ -32,11 +33,12 @@ from .autoep import placements, router_aliases
 from .building import Building, Shapes, Stage, buffer_names, check_ranks, keep_one_save, shapes_of, table, tensors_in
 from .files import RankFiles, find_folder
 from .mappings import mapped_groups, sizes, spans_by_name, without_gaps
-from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size
+from .partitions import Optim, OptimFiles, Stage3, Stage12, flat_states, optim_files, shard_size, spread_experts
 from .pipeline import Layers, layer_shards, local_shapes, read_layers, tied_layers, without_repeats
 from .plainopt import named_shapes, numbered_groups
 from .present import lost_stages, set_aside, with_lost_experts, with_lost_layers, with_lost_states
 from .weights import (
+    alike,
     announce_rest,
     compare_writers,
     copies,
@@ -68,21 +70,15 @@ def read(source: Source) -> Index:
     degree = data_parallel_degree(first.model, files, b.ranks)
     b.world = shard_size(b, files, first, degree) if files.zero_model else degree
     b.sources = merge_rules(source, stages)
+    b.placements = placements(first.model)
     set_aside(b, files, b.ranks, first.model)
     plain = Plain(first.file.root, f"{source.where}/{first.file.path}", first.file.pickle_size, _name(first.file) + "/")
     for problem in warnings(first.file.path, first.file, plain):
         b.report(problem)
     module = tensors_in(first.file, first.model.get("module"))
     aliases = _aliases(first.model, module, bool(files.zero_model))
-    b.placements = placements(first.model)
     if b.placements:
         aliases |= router_aliases(first.model, list(module))
-        if b.tp > 1:
-            line = (
-                "AutoEP with tensor parallelism is not supported: its experts (ds_autoep_layers) cannot be read as "
-                "whole tensors, see view.stored"
-            )
-            b.report(Problem("unsupported-tensor", line))
 
     pipeline = bool(files.layers)
     sharded = bool(files.zero_model)
@@ -117,6 +113,8 @@ def read(source: Source) -> Index:
                 update(shards, states if stage.groups else without_gaps(states))
             if sharded:
                 update(shards, sharded_rest(b, files, stage.model, stage.file, stage.rank))
+        if optims and b.placements and b.tp > 1:
+            update(shards, spread_experts(b, here, optims, sharded))
         by_stage.append(shards)
     for shards in with_lost_states(b, by_stage):
         b.add(shards)
@@ -262,24 +260,37 @@ def data_parallel_degree(model: Mapping[Any, Any], files: RankFiles, count: int)
 
 
 def _expert_parallel(optims: Mapping[int, OptimFiles], files: RankFiles, b: Building) -> int:
+    if b.placements:
+        return max(map(len, b.placements.values()))
     for optim in optims.values():
         for rank in optim.values():
             counts = rank.state.get("partition_count") if isinstance(rank, Optim) else None
             if isinstance(counts, list) and counts and all(type(c) is int and c > 0 for c in counts):
                 return max(1, b.world // int(min(counts)))
-    return max([1 + ep for ep, _ in files.expert_optim] + [len(ids) for ids in b.placements.values()] + [1])
+    return max([1 + ep for ep, _ in files.expert_optim] + [1])
 
 
 def merge_rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource, ...]:
     """Return the sources of merge rules, in order of precedence: the user, the buffers' names,
-    universal_checkpoint_info, the model family."""
-    model = stages[min(stages)].model
+    universal_checkpoint_info, AutoTP, the model family."""
+    first = stages[min(stages)]
+    model = first.model
     buffers = {n for s in stages.values() for n in buffer_names(s.model)}
     args = model.get("args")
     gated = getattr(args, "swiglu", None)
     family = family_rules(gated if isinstance(gated, bool) else None)
-    info = model.get("universal_checkpoint_info")
-    own = (universal_rules(info, family),) if isinstance(info, dict) and info else ()
+    known = joined([stage.model.get("universal_checkpoint_info") for stage in stages.values()])
+    config = model.get("ds_config")
+    shapes = {n: t.shape for n, t in tensors_in(first.file, model.get("module")).items()}
+    shapes |= {n: s for group in first.groups for n, s in group.items()}
+    autotp = autotp_rules(known, config, shapes, family) if uses_autotp(config) else None
+    own: tuple[RuleSource, ...] = ()
+    if known:
+        own = (universal_rules(known, family, autotp),)
+    elif autotp is not None:
+        own = (uncut_rules(),) if alike(stages) else (autotp,)
+    elif args is None:
+        own = (undescribed_rules(shapes),)
     return (user_rules(source.rules), RuleSource(lambda name: _BUFFER if name in buffers else None), *own, family)
 
 

@@ -68,6 +68,22 @@ def module_shards(file: TorchFile, model: Mapping[Any, Any], aliases: Mapping[st
     return {"weights": names}
 
 
+def alike(stages: Mapping[int, Stage]) -> bool:
+    """Return whether the modules of all model-parallel ranks have the same bytes, by checksums of their storages."""
+    seen: set[Any] = set()
+    for stage in stages.values():
+        tensors = tensors_in(stage.file, stage.model.get("module"))
+        keys = {name: t.storage.key if t.storage is not None else "" for name, t in tensors.items()}
+        stored = sorted(set(keys.values()))
+        if not stored or any(key not in stage.file.records for key in stored):
+            return False
+        crcs = tuple(checksums(stage.file.records, stored))
+        if None in crcs:
+            return False
+        seen.add((tuple((n, keys[n], t.shape, t.dtype, t.offset, t.strides) for n, t in tensors.items()), crcs))
+    return len(seen) == 1 < len(stages)
+
+
 def _buffers(first: TorchFile, model: Mapping[Any, Any]) -> dict[str, int]:
     """Return the checksums of the buffers in the model states of a rank of ZeRO-3."""
     tensors = tensors_in(first, model.get("module"))

@@ -14,8 +14,8 @@ from ...core.specs import TensorSpec
 from ...errors import LazyckptError, Problem, cannot_read
 from ..shared.evidence import Copies, Undecided, UndecidedTable
 from ..shared.numbering import Effort
-from ..shared.rank_shards import Shard, Shards, update
-from .autoep import layer_of, stacked
+from ..shared.rank_shards import Shards, update
+from .autoep import Stacks, add_stacks, layer_of
 from .building import Building, Shapes, Stage, buffer_names, table, tensors_in
 from .files import RankFiles
 from .fused import flat_masters, fused_shards
@@ -38,6 +38,7 @@ def optimizer_states(
     by_stage = {mp: n for t in range(b.tp) for mp, n in _stages_of(stages, layers, tied, t).items()} if layers else {}
     for pp in sorted({s.rank.pp for s in stages.values()}):  # the first stage that holds a tensor is read
         shards: Shards = {}
+        stacks: Stacks = {}
         for mp, stage in stages.items():
             if stage.rank.pp != pp or (stage.model.get("optimizer") is None and not files.expert_optim):
                 continue
@@ -48,11 +49,12 @@ def optimizer_states(
                 skip = buffer_names(stage.model) | set(aliases)
                 names = {n: t.shape for n, t in own.items() if n not in skip}
             if files.expert_optim:
-                _expert_optimizers(b, files, stage, names, shards)
+                _expert_optimizers(b, files, stage, names, shards, stacks)
             else:
                 where, optimizer = f"optimizer of rank {mp}", stage.model.get("optimizer")
                 kind = optimizer_shards if flat_masters(optimizer) is None else fused_shards
                 update(shards, kind(b, stage.file, optimizer, names, stage.rank, where))
+        add_stacks(b, shards, stacks, {})
         b.add(shards)
 
 
@@ -132,11 +134,12 @@ def _buffers(stages: Mapping[int, Stage]) -> set[str]:
 # -- experts
 
 
-def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[str, Shape], shards: Shards) -> None:
+def _expert_optimizers(
+    b: Building, files: RankFiles, stage: Stage, names: dict[str, Shape], shards: Shards, stacks: Stacks
+) -> None:
     weights = b.states.get("weights", {})
     experts = {n: s.shape for n, s in weights.items() if EXPERTS in n}
     degree = 1 + max(ep for ep, _ in files.expert_optim)
-    stacks: dict[tuple[str, str], dict[int, Shard]] = {}  # AutoEP: (state, name) -> expert-parallel rank -> its experts
     for (ep, mp), path in files.expert_optim.items():
         if mp != stage.rank.pp * b.tp + stage.rank.tp:
             continue
@@ -164,10 +167,7 @@ def _expert_optimizers(b: Building, files: RankFiles, stage: Stage, names: dict[
                 if layer_of(name, b.placements) is not None and by_rank[stage.rank.tp].shape != ():
                     stacks.setdefault((state, name), {})[ep] = by_rank[stage.rank.tp]
                 else:
-                    known.setdefault(name, by_rank)
-    for (state, name), ranks in stacks.items() if b.tp == 1 else ():
-        whole = stacked(layer_of(name, b.placements) or [], ranks, {})
-        shards.setdefault(state, {}).setdefault(name, {})[stage.rank.tp] = whole
+                    known[name] = by_rank | known.get(name, {})
 
 
 def _with_experts(
