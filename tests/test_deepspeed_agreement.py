@@ -37,7 +37,8 @@ SOME = (
     "kind-zero3_hpz_dp4", "kind-zero3_8bit", "kind-zero1_adafactor", "kind-zero2_rmsprop_dp3", "kind-bf16opt",
     "kind-pipe_zero0_bf16_dp2", "kind-pipe_zero0_named", "kind-pipe_zero1_dp2", "kind-pipe_zero1_pp3",
     "kind-pipe_zero1_lion", "kind-moe_zero0_fp32", "kind-moe_zero1_residual_dp4", "kind-moe_zero2",
-    "kind-autoep_zero0", "kind-autoep_zero2", "kind-autoep_zero3", "kind-autotp_zero0", "kind-autotp_zero1",
+    "kind-autoep_zero0", "kind-autoep_zero2", "kind-autoep_zero3", "kind-autoep_autotp_zero1",
+    "kind-autoep_autotp_zero3", "kind-autotp_zero0", "kind-autotp_zero1",
     "kind-autotp_zero1_frozen", "kind-autotp_zero1_fused", "kind-autotp_zero1_tp4", "kind-autotp_bf16opt_dp2",
     "kind-megatron_tp1_dp2", "kind-megatron_3d", "kind-megatron_3d_zero0_fp32",
 )  # fmt: skip
@@ -121,9 +122,9 @@ UNIVERSAL_REFUSALS = (
     Refusal("a padding that exceeds the partition", _overlong, r"narrow\(\): length must be non-negative"),
     Refusal("a rank without attention heads has no slice of them", _headless, "NoneType"),
     Refusal(
-        "AutoTP lists patterns for AutoEP's experts, which are not merged over its ranks",
+        "AutoEP with AutoTP under ZeRO-1 and 2",
         lambda c: _autoep(c) and c.info["tp"] > 1 and c.info["stage"] < 3,
-        "Unused patterns",
+        "AutoEP with tensor parallelism is not supported|not divisible by AutoEP size",
     ),
     Refusal(
         "AutoEP with AutoTP under ZeRO-3", lambda c: _autoep(c) and c.info["tp"] > 1, "AutoEP . AutoTP folded ZeRO-3"
@@ -207,7 +208,7 @@ def test_ds_to_universal(tools: Tools, name: str) -> None:
     refusal = _refusal(UNIVERSAL_REFUSALS, case)
     if refusal is not None:
         assert re.search(refusal.says, error), (refusal.why, error)
-        if not (folder / name / "lax").exists():
+        if _autoep(case) or not (folder / name / "lax").exists():  # of AutoEP it leaves half a folder
             return
     else:
         assert error == ""
