@@ -125,6 +125,9 @@ def read(source: Source) -> Index:
         if sharded:
             line = "there are no optimizer states (*_optim_states.pt): no parameter of a ZeRO-3 model can be read"
             b.report(Problem("missing-optimizer", line))
+        elif any(stage.groups for stage in stages.values()):  # ZeRO's optimizers have files of their own
+            line = "there are no optimizer states: their files (*_optim_states.pt) are missing"
+            b.report(Problem("missing-optimizer", line))
     if pipeline and b.lost:
         lost_stages(b, _first_stages(stages))
     if sharded and b.states.get("fp32"):
