@@ -106,11 +106,11 @@ def test_a_fork_that_has_its_pipes_does_not_keep_it(program: Start) -> None:
 def test_threads_have_one_each(program: Start) -> None:
     found: list[int] = []
 
-    def run() -> None:
-        with program("") as child:
+    def run(child: Child) -> None:
+        with child:
             found.append(child.frame(60).said["pid"])
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
+    threads = [threading.Thread(target=run, args=(child,)) for child in [program("") for _ in range(4)]]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -32,6 +32,7 @@ _ORDINARY = {
     "out",
     "weight",
     "bias",
+    "shard",
     "expert",
 }
 

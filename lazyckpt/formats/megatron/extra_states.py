@@ -10,7 +10,6 @@ tensors of FP8 are saved in the model's dtype.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,7 +28,6 @@ from ..shared.inner_pickle import array_in, inner_pickle
 
 EXTRA = "_extra_state"
 _MOST = 16 << 20  # bytes of one; honest ones have less than 100 KB
-_KEY = re.compile(r"(?P<module>.+)\._extra_state\d*/shard_(?P<place>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)")
 
 
 class ExtraStates(OnDemand):
@@ -110,7 +108,7 @@ def extra_meta(store: Store, items: Mapping[str, tuple[Path, Item]], args: Any) 
 
 def _name(key: str) -> str:
     """Return the name of the module in the model on one rank; the key itself where a key is of another kind."""
-    match = _KEY.fullmatch(key)
+    match = pattern("megatron.extra_state").fullmatch(key)
     if match is None:
         return key
     name, places = match["module"], [int(n[:9]) for n in match["place"].split(".")]

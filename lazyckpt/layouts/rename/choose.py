@@ -87,8 +87,7 @@ def _mixture(text: str) -> str | None:
         return None
     if ".q_layernorm." in text:
         return "qwen_moe"
-    dense = re.search(r"\.layers\.\d+\.mlp\.linear_fc1\.weight", text)  # (Mixtral has none)
-    return "mixtral" if dense is None else None
+    return None if ".mlp.linear_fc1.weight" in text else "mixtral"  # (which has no dense layers)
 
 
 def megatron(specs: Mapping[str, TensorSpec]) -> Builtin:
