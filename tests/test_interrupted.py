@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save, save_file
 
 import lazyckpt
+from lazyckpt.io import pool
 from lazyckpt.io.storage import uploads
 from lazyckpt.io.storage.uploads import uploads_of
 
@@ -51,6 +52,25 @@ def interrupted(do: Callable[[], object], when: Callable[[], bool]) -> float:
     with pytest.raises(KeyboardInterrupt):
         do()
     return time.monotonic() - pressed[0]
+
+
+@pytest.mark.parametrize("run", [pool.run, lambda tasks: pool.each(lambda task: task[1](), list(tasks))])
+def test_a_signal_that_another_thread_was_handed(run: Callable[[list[pool.Task]], None]) -> None:
+    """The main thread, which alone raises KeyboardInterrupt, is not woken then."""
+
+    def press() -> None:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    def task() -> None:
+        for _ in range(300):
+            pool.pause(0.1)
+
+    threading.Thread(target=press, daemon=True).start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run([(1 << 30, task)] * 4)
+    assert time.monotonic() - begun < SOON
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["plain", "block cache"])

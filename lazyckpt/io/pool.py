@@ -134,7 +134,8 @@ _WAITERS = 24  # these wait for servers, each with a buffer of some MiB
 _LOOKERS = 8  # these threads need almost no memory
 _WIDE = 64  # threads that wait for servers
 _FETCHED = 512 << 20  # bytes of runs that are joined to requests at once: for all threads, as large as requests get
-LOOK = 1.0  # seconds after which futures are looked at: nobody is told when a cluster cancels one
+LOOK = 1.0  # seconds after which futures are looked at: nobody is told of a Ctrl-C that another thread was handed, or
+# when a cluster cancels one
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _lookers: ThreadPoolExecutor | None = None
@@ -385,9 +386,7 @@ class Work:
         task has stopped."""
         try:
             _each(self._rest)
-            done, _ = wait(self._futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            _results(self._futures)
         finally:
             self.cancel()
 
@@ -426,9 +425,7 @@ def each(do: Callable[[T], object], items: Sequence[T], width: int = _LOOKERS) -
         width = min(width, _WIDE, len(items))
         futures = [_look_threads().submit(some, n) for n in range(width)]
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            _results(futures)
         finally:
             stop.set()
             for future in futures:
@@ -454,6 +451,19 @@ def stopped(futures: Sequence[Future[Any]]) -> None:
     while left := [future for future in futures if not future.done()]:
         with suppress(KeyboardInterrupt):  # an earlier exception is already propagating
             wait(left, timeout=LOOK)
+
+
+def _results(futures: Sequence[Future[None]]) -> None:
+    """Wait until all futures are done. Raises the first error as soon as there is one.
+
+    The main thread looks for Ctrl-C again and again: the system may hand the signal to another thread, and then Python
+    does not wake the main thread, which alone raises KeyboardInterrupt.
+    """
+    left = set(futures)
+    while left:
+        done, left = wait(left, timeout=LOOK, return_when=FIRST_EXCEPTION)
+        for future in done:
+            future.result()
 
 
 def _each(batch: list[Task]) -> None:
