@@ -47,7 +47,7 @@ def joined(like: TensorSpec, shape: Shape, intervals: Sequence[tuple[int, Tensor
 
 
 def _placed(like: TensorSpec, shape: Shape, intervals: Sequence[tuple[int, TensorSpec]]) -> Expr | Input:
-    """Return the ravel of a tensor that is made of 1-d tensors of which some are computed."""
+    """Return a tensor as a flat one, made of 1-d tensors, some of them computed."""
     count = prod(shape)
     if not intervals:  # there is no element
         return operand(like)

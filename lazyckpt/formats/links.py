@@ -65,7 +65,7 @@ def _missing(link: str, target: str, name: str) -> Problem:
 
 
 def _target(store: Store, path: str, size: int) -> tuple[str, str]:
-    """Return the text of a link, and the name beside it that it stands for. Raises CorruptError."""
+    """Return the text of a link, and the name beside it that the text means. Raises CorruptError."""
     text = bytes(store.read(path, 0, min(size, _LONGEST))) if size else b""
     target = text.decode("utf-8", "replace").strip()
     name = _last(target)

@@ -161,7 +161,7 @@ class _Modules:
         self._declared = declared
         self._where = where
         self._made: dict[int, Any] = {}  # by the id of the record
-        self._kept: dict[int, frozenset[str] | None] = {}  # by the id of the dict that stands for a module
+        self._kept: dict[int, frozenset[str] | None] = {}  # by the id of a module's dict
         self._packed: set[int] = set()  # ids of the states of objects that are no modules
         self._todo: list[tuple[Any, Any]] = []
         self._root: Any = None

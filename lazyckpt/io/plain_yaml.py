@@ -147,7 +147,7 @@ class _Document:
 
     def _alias(self, event: Any, level: int) -> _Node:
         if event.anchor not in self._anchors:
-            raise ValueError(f"the alias {short(event.anchor)} stands for nothing")
+            raise ValueError(f"no value has the anchor of the alias {short(event.anchor)}")
         found = self._anchors[event.anchor]
         if found is None:
             raise CorruptError(f"{self._budget.where}: it contains itself: hostile")
@@ -212,5 +212,5 @@ def _is_own(tag: str) -> bool:
 
 
 def _tagged(tag: str, value: Any) -> Any:
-    """Return a value, with its tag if that is none of YAML's own."""
+    """Return a value; with its tag, unless YAML itself defines the tag."""
     return {"_tag_": tag.removeprefix(_PLAIN), "_value_": value} if _is_own(tag) else value

@@ -134,8 +134,9 @@ _WAITERS = 24  # these wait for servers, each with a buffer of some MiB
 _LOOKERS = 8  # these threads need almost no memory
 _WIDE = 64  # threads that wait for servers
 _FETCHED = 512 << 20  # bytes of runs that are joined to requests at once: for all threads, as large as requests get
-LOOK = 1.0  # seconds after which futures are looked at: nobody is told of a Ctrl-C that another thread was handed, or
-# when a cluster cancels one
+# Seconds between two looks at futures. Without them, a Ctrl-C whose signal another thread got would not be noticed, nor
+# that a cluster has cancelled one.
+LOOK = 1.0
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _lookers: ThreadPoolExecutor | None = None

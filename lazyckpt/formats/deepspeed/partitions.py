@@ -242,7 +242,7 @@ def flat_states(
 def spread_experts(b: Building, stages: Sequence[Stage], optims: Mapping[int, OptimFiles], sharded: bool) -> Shards:
     """Return fp32 and every state of AutoEP's experts, with AutoTP: of the groups that `flat_states` leaves out.
 
-    Expert-parallel ranks are consecutive global ranks, of which the tensor-parallel ones come first
+    Expert-parallel ranks are consecutive global ranks; global ranks count the tensor-parallel ranks first
     (module_inject/auto_ep_folding.py `expected_folding_group_tables`). ``stages``: those of one pipeline stage.
     """
     first = stages[0]

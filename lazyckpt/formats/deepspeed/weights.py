@@ -169,7 +169,7 @@ def sharded_rest(b: Building, files: RankFiles, model: Mapping[Any, Any], first:
 
 
 def _report_differing(b: Building, differ: Mapping[str, list[int]], buffers: AbstractSet[str]) -> None:
-    """Report tensors of which some ranks saved other values than the rank that is read. ``differ``: name -> ranks."""
+    """Report tensors that some ranks saved with other values than the rank that is read. ``differ``: name -> ranks."""
     for name, others in differ.items():
         what = "buffer" if name in buffers else "tensor"
         where = f"rank{'s' if len(others) > 1 else ''} {some(others, 8)}"

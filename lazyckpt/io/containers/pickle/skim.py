@@ -33,7 +33,7 @@ class Skimmed(NamedTuple):
     end: int
 
     def persistent(self, pid: Any) -> Distant:
-        """Resolve a number that stands for a byte string."""
+        """Return the byte string with a number."""
         if type(pid) is not int or not 0 <= pid < len(self.distant):
             raise CorruptError(f"it refers to {short(pid)}, an object outside of the file")
         return self.distant[pid]

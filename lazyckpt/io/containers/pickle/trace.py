@@ -585,7 +585,7 @@ class _Tracer:
             self.found.odd.append(f"changes {target.module}.{target.name} itself, for the whole process")
 
     def _persistent(self, pid: Any) -> Any:
-        """Return what a persistent id stands for: a storage of torch, or a class of a legacy file of torch.
+        """Return the object for a persistent id: a storage of torch, or a class of a legacy file of torch.
 
         Tar files of torch 0.1 have keys of tensors and storages, which are numbers, and (class, file, source)."""
         if type(pid) is tuple and pid and pid[0] == "storage" and len(pid) >= 5:
