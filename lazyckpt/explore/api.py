@@ -99,11 +99,8 @@ class Explorer:
                 return kept
         try:
             found = endpoint(self.subject, query)
-        except LazyckptError as e:
-            status = next((status for kind, status in _STATUS if isinstance(e, kind)), 422)
-            return _error(status, type(e).__name__, str(e))
-        except OSError as e:
-            return _error(422, type(e).__name__, str(e))
+        except (LazyckptError, OSError) as e:
+            return failed(e)
         if isinstance(found, bytes):
             answer = Answer(found, "application/octet-stream")
         else:
@@ -120,6 +117,12 @@ class Explorer:
             self._answers[key] = answer
             while self._size > _KEPT:
                 self._size -= len(self._answers.popitem(last=False)[1].body)
+
+
+def failed(error: LazyckptError | OSError) -> Answer:
+    """Return the answer for an error."""
+    status = next((status for kind, status in _STATUS if isinstance(error, kind)), 422)
+    return _error(status, type(error).__name__, str(error))
 
 
 def _error(status: int, kind: str, message: str) -> Answer:
