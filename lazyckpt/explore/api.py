@@ -130,8 +130,14 @@ def _error(status: int, kind: str, message: str) -> Answer:
 
 
 @cache
+def endpoint_modules() -> tuple[Any, ...]:
+    """Return the modules of the paths."""
+    return tuple(import_module(f".{name}", __package__) for name in _MODULES)
+
+
+@cache
 def _endpoints() -> Mapping[str, Endpoint]:
     found: dict[str, Endpoint] = {}
-    for name in _MODULES:
-        found |= import_module(f".{name}", __package__).ENDPOINTS
+    for module in endpoint_modules():
+        found |= module.ENDPOINTS
     return found
