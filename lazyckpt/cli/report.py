@@ -24,7 +24,7 @@ def report(
     ] = "report.html",
     max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="Largest size of the file.")] = "5MiB",
     max_read: Annotated[
-        str, typer.Option("--max-read", metavar="SIZE", help="Bytes of tensors that are read at most.")
+        str, typer.Option("--max-read", metavar="SIZE", help="Bytes of tensors to read at most.")
     ] = "4GiB",
     tag: TagOption = None,
     format: FormatOption = None,
