@@ -123,7 +123,7 @@ def test_zarr_and_xarray_read_the_store(server: Server, source: Path) -> None:
             assert torch.equal(torch.from_numpy(found.copy()).view(wanted.dtype), wanted)
     tree = xarray.open_datatree(f"{server.address}zarr", engine="zarr", chunks=None)
     name = next(name for name in view if name.endswith("up_proj.weight"))
-    values = np.array(tree[f"weights/{name.replace('.', '/')}"])
+    values = np.array(tree[f"{view.state}/{name.replace('.', '/')}"])
     assert torch.equal(torch.from_numpy(values), view[name][...])
 
 
