@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyckpt.errors import CacheWarning, DataError
-from lazyckpt.io import user_folder
+from lazyckpt.io import system, user_folder
 from lazyckpt.io.storage import cache as caches
 from lazyckpt.io.storage import segments
 from lazyckpt.io.storage.cache import BlockCache, configured, object_key, place_of
@@ -84,6 +84,12 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def in_buffers(rng: random.Random, data: bytes) -> list[memoryview]:
+    """Cut bytes into up to 600 buffers, of which some are empty."""
+    cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice([0, 1, 5, 600])))
+    return [memoryview(data)[low:high] for low, high in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
 # -- correctness
 
 
@@ -96,13 +102,35 @@ def test_random_ranges_are_those_that_were_stored(cache: BlockCache, truth: byte
         offset = rng.choice([0, SIZE - length, SEGMENT - length // 2, rng.randrange(SIZE - length + 1)])
         offset = min(offset, SIZE - length)
         if rng.random() < 0.5:
-            cache.store(key(), offset, truth[offset : offset + length])
+            cache.store(key(), offset, *in_buffers(rng, truth[offset : offset + length]))
             stored.append((offset, length))
             assert check(cache, key(), truth, offset, length) == 0
         else:
             check(rng.choice([cache, other(cache)]), key(), truth, offset, length)
     for offset, length in stored:
         assert check(other(cache), key(), truth, offset, length) == 0
+
+
+@pytest.mark.parametrize("vectors", [0, 2, 256])
+def test_buffers_are_written_one_after_the_other(
+    cache: BlockCache, vectors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the system writes one at a time, or less than it was asked to."""
+    rng = random.Random(vectors)
+    data = rng.randbytes(5 * BLOCK + 17)
+    monkeypatch.setattr(system, "_VECTORS", min(vectors, system._VECTORS))
+    real = getattr(os, "pwritev", None)
+
+    def some(fd: int, buffers: list[memoryview], offset: int) -> int:
+        assert real is not None
+        return int(real(fd, [buffers[0][: 1 + len(buffers[0]) // 2]], offset))
+
+    if real is not None:
+        monkeypatch.setattr(os, "pwritev", some)
+    start = SEGMENT - 2 * BLOCK - 3
+    cache.store(key(), start, *in_buffers(random.Random(5), data), b"", data[:9])
+    whole = data + data[:9]
+    assert read(other(cache), key(), start, len(whole)) == (whole, [])
 
 
 def test_what_was_read_is_there_exactly(cache: BlockCache, truth: bytes) -> None:
@@ -419,7 +447,7 @@ def _work(folder: Path, truth: bytes, seed: int, turns: int = sys.maxsize) -> No
             offset %= 64 * BLOCK
         length = min(int(2 ** rng.uniform(0, 21)), SIZE - offset)
         if rng.random() < 0.6:
-            cache.store(key(), offset, truth[offset : offset + length])
+            cache.store(key(), offset, *in_buffers(rng, truth[offset : offset + length]))
         check(cache, key(), truth, offset, length)
         if rng.random() < 0.02:
             cache = BlockCache(folder, 6 << 20)
@@ -583,7 +611,7 @@ def test_a_cache_is_shared_and_a_pickle_finds_it(tmp_path: Path) -> None:
 def test_chunks_are_stored_in_runs(start: int, sizes: list[int], blocks: int) -> None:
     """Whatever the chunks, all of their bytes are stored once, in runs that end where blocks end."""
     data, stored = random.Random(0).randbytes(start + sum(sizes)), list[tuple[int, bytes]]()
-    kept = SimpleNamespace(store=lambda key, at, part: stored.append((at, bytes(part))))
+    kept = SimpleNamespace(store=lambda key, at, *parts: stored.append((at, b"".join(parts))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(caches, "_RUN", blocks * BLOCK)
         keeping = caches.Keeping(cast(BlockCache, kept), ObjectKey("s3://b/x", "v", 1 << 40), start)
