@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -368,6 +369,23 @@ def test_a_full_disk_is_one_warning(
     monkeypatch.setattr(segments, "write_at", full)
     (message,) = warned(cache, truth)
     assert os.strerror(code) in message and str(cache.folder) in message
+
+
+def test_threads_that_fail_together_warn_once(cache: BlockCache, truth: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(8, timeout=20)
+
+    def full(*_: object) -> None:
+        together.wait()
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(caches, "write", full)
+    keys = [key(url=f"s3://bucket/{n}") for n in range(400)]
+    locks = {hash((one, 0)) % caches._WRITING: one for one in keys}  # a lock for each thread
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda one: cache.store(one, 0, truth[:1000]), list(locks.values())[:8]))
+    assert [one.category for one in found] == [CacheWarning]
 
 
 def test_what_is_there_is_read_after_the_disk_is_full(

@@ -165,9 +165,9 @@ class BlockCache:
                             segment.used = time.monotonic()
                             segment.wrote(written)
         except Refused as e:
-            self._unused = self._warn("used", str(e))
+            self._give_up("_unused", "used", str(e))
         except OSError as e:
-            self._unwritten = self._warn("written", e.strerror or str(e))
+            self._give_up("_unwritten", "written", e.strerror or str(e))
 
     def kept(self) -> list[Kept]:
         """Return what the cache has of each object, the last used first. Raises Refused; OSError if there is none."""
@@ -218,7 +218,7 @@ class BlockCache:
             if segment is not None and found is not None and found.missing:
                 found = self._once_more(key, number, segment, start, target, found)
         except Refused as e:
-            self._unused = self._warn("used", str(e))
+            self._give_up("_unused", "used", str(e))
             return everything
         except OSError:  # not there, or the disk fails
             return everything
@@ -290,8 +290,12 @@ class BlockCache:
                 removed += remove(directory, name)
         return removed
 
-    def _warn(self, what: str, why: str) -> str:
-        """Warn that the cache is not used or written from now on."""
+    def _give_up(self, name: str, what: str, why: str) -> None:
+        """Note in an attribute that the cache is not used or written from now on. The first thread warns of it."""
+        with self._lock:
+            if getattr(self, name):
+                return
+            setattr(self, name, why)
         try:
             where = str(self.folder)
         except Refused:
@@ -300,9 +304,8 @@ class BlockCache:
             f"the block cache in {where} is not {what}: {why}. Remote reads go on without it. Choose another folder or "
             "size with LAZYCKPT_CACHE, or free some space: `lazyckpt cache clear`.",
             CacheWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-        return why
 
     def _forget(self) -> None:
         """Replace the locks after a fork, because threads of the parent may hold them."""
