@@ -315,8 +315,9 @@ class BlockCache:
 
 
 class Keeping:
-    """Stores the bytes of one request, which arrive in chunks, in runs of `_RUN` bytes. Each call of `BlockCache.store`
-    opens the file and reads its table, and a block that is stored in two parts is compared in between."""
+    """Stores the bytes of one request, which arrive in chunks, in runs of `_RUN` bytes, so it holds at most so many.
+    Each call of `BlockCache.store` opens the file and reads its table, and a block that is stored in two parts is
+    compared in between."""
 
     def __init__(self, cache: BlockCache, key: ObjectKey, start: int) -> None:
         self._cache, self._key, self._start = cache, key, start
