@@ -50,8 +50,8 @@ class Goal(NamedTuple):
 
     ``of`` is the quantity: "seconds" or a count. It is divided by that of the "peer" or the "limit", or by a constant.
     ``at_most`` is the largest ratio that meets the goal; None shows the row for comparison. ``label`` is added to the
-    text of the row. ``against`` may be a constant; ``budget`` is then its text. ``fastest`` compares the fastest call of
-    each side, not the median of the pairs: for calls whose time is decided by what a virtual machine's memory costs.
+    text of the row. ``against`` may be a constant; ``budget`` is then its text. ``fastest`` compares the fastest call
+    of each side, not the median of the pairs: for calls whose time depends on what new memory costs at the moment.
     """
 
     at_most: float | None
