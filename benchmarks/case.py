@@ -50,7 +50,8 @@ class Goal(NamedTuple):
 
     ``of`` is the quantity: "seconds" or a count. It is divided by that of the "peer" or the "limit", or by a constant.
     ``at_most`` is the largest ratio that meets the goal; None shows the row for comparison. ``label`` is added to the
-    text of the row. ``against`` may be a constant; ``budget`` is then its text.
+    text of the row. ``against`` may be a constant; ``budget`` is then its text. ``fastest`` compares the fastest call
+    of each side, not the median of the pairs: for calls whose time depends on what new memory costs at the moment.
     """
 
     at_most: float | None
@@ -58,6 +59,7 @@ class Goal(NamedTuple):
     against: str | float = "peer"
     label: str = ""
     budget: str = "a budget"
+    fastest: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ def _compared(area: str, what: str, goal: Goal, made: Contest, samples: Samples)
         theirs = [float(constant)]
     else:
         against, peer = str(goal.against), made.peer[0] if made.peer and theirs else ""
+    if goal.fastest:
+        ours, theirs, bound, others = ([min(each)] if each else [] for each in (ours, theirs, bound, others))
     pairs = [a / b if b else float(a > 0) for a, b in zip(ours, others, strict=False)]
     return Row(
         area, what, goal.of, Spread.of(ours),

@@ -65,6 +65,10 @@ def merge(
     The methods are those of mergekit, with its parameters and defaults; docs/how-to/merge.md lists them. All
     compute in float32 (float64 if a tensor is float64) and round the result once.
 
+    Merge whole models: of shards, every method but "linear" and "task_arithmetic" gives other numbers, because its
+    norms, thresholds and random masks are those of each shard. ``merge(...).shard(...)`` cuts the merge of the whole
+    models, and an operand that is spread over ranks is joined by `open` or `unshard`.
+
     Parameters
     ----------
     models

@@ -106,8 +106,9 @@ def test_ratios_are_those_of_pairs() -> None:
         lambda calls: Sample(next(seconds), {}), ("them", lambda calls: Sample(next(peers), {})),
         calls=1, rehearse=False,
     )  # fmt: skip
-    (row,) = rows_of(Case("a", lambda: contest, [Goal(2.0)]))
+    row, fastest = rows_of(Case("a", lambda: contest, [Goal(2.0), Goal(0.9, label="fastest", fastest=True)]))
     assert row.ratio is not None and row.ratio.median == 2.0 and row.met
+    assert fastest.ratio is not None and fastest.ratio.median == 1.0 and not fastest.met
 
 
 def test_goals_compare_with_the_peer_the_limit_or_a_constant() -> None:

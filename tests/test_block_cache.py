@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -22,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lazyckpt.errors import CacheWarning, DataError
-from lazyckpt.io import user_folder
+from lazyckpt.io import system, user_folder
 from lazyckpt.io.storage import cache as caches
 from lazyckpt.io.storage import segments
 from lazyckpt.io.storage.cache import BlockCache, configured, object_key, place_of
@@ -84,6 +85,12 @@ def _no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def in_buffers(rng: random.Random, data: bytes) -> list[memoryview]:
+    """Cut bytes into up to 600 buffers, of which some are empty."""
+    cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.choice([0, 1, 5, 600])))
+    return [memoryview(data)[low:high] for low, high in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
 # -- correctness
 
 
@@ -96,13 +103,35 @@ def test_random_ranges_are_those_that_were_stored(cache: BlockCache, truth: byte
         offset = rng.choice([0, SIZE - length, SEGMENT - length // 2, rng.randrange(SIZE - length + 1)])
         offset = min(offset, SIZE - length)
         if rng.random() < 0.5:
-            cache.store(key(), offset, truth[offset : offset + length])
+            cache.store(key(), offset, *in_buffers(rng, truth[offset : offset + length]))
             stored.append((offset, length))
             assert check(cache, key(), truth, offset, length) == 0
         else:
             check(rng.choice([cache, other(cache)]), key(), truth, offset, length)
     for offset, length in stored:
         assert check(other(cache), key(), truth, offset, length) == 0
+
+
+@pytest.mark.parametrize("vectors", [0, 2, 256])
+def test_buffers_are_written_one_after_the_other(
+    cache: BlockCache, vectors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the system writes one at a time, or less than it was asked to."""
+    rng = random.Random(vectors)
+    data = rng.randbytes(5 * BLOCK + 17)
+    monkeypatch.setattr(system, "_VECTORS", min(vectors, system._VECTORS))
+    real = getattr(os, "pwritev", None)
+
+    def some(fd: int, buffers: list[memoryview], offset: int) -> int:
+        assert real is not None
+        return int(real(fd, [buffers[0][: 1 + len(buffers[0]) // 2]], offset))
+
+    if real is not None:
+        monkeypatch.setattr(os, "pwritev", some)
+    start = SEGMENT - 2 * BLOCK - 3
+    cache.store(key(), start, *in_buffers(random.Random(5), data), b"", data[:9])
+    whole = data + data[:9]
+    assert read(other(cache), key(), start, len(whole)) == (whole, [])
 
 
 def test_what_was_read_is_there_exactly(cache: BlockCache, truth: bytes) -> None:
@@ -342,6 +371,23 @@ def test_a_full_disk_is_one_warning(
     assert os.strerror(code) in message and str(cache.folder) in message
 
 
+def test_threads_that_fail_together_warn_once(cache: BlockCache, truth: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = threading.Barrier(8, timeout=20)
+
+    def full(*_: object) -> None:
+        together.wait()
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(caches, "write", full)
+    keys = [key(url=f"s3://bucket/{n}") for n in range(400)]
+    locks = {hash((one, 0)) % caches._WRITING: one for one in keys}  # a lock for each thread
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda one: cache.store(one, 0, truth[:1000]), list(locks.values())[:8]))
+    assert [one.category for one in found] == [CacheWarning]
+
+
 def test_what_is_there_is_read_after_the_disk_is_full(
     cache: BlockCache, truth: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,7 +465,7 @@ def _work(folder: Path, truth: bytes, seed: int, turns: int = sys.maxsize) -> No
             offset %= 64 * BLOCK
         length = min(int(2 ** rng.uniform(0, 21)), SIZE - offset)
         if rng.random() < 0.6:
-            cache.store(key(), offset, truth[offset : offset + length])
+            cache.store(key(), offset, *in_buffers(rng, truth[offset : offset + length]))
         check(cache, key(), truth, offset, length)
         if rng.random() < 0.02:
             cache = BlockCache(folder, 6 << 20)
@@ -583,7 +629,7 @@ def test_a_cache_is_shared_and_a_pickle_finds_it(tmp_path: Path) -> None:
 def test_chunks_are_stored_in_runs(start: int, sizes: list[int], blocks: int) -> None:
     """Whatever the chunks, all of their bytes are stored once, in runs that end where blocks end."""
     data, stored = random.Random(0).randbytes(start + sum(sizes)), list[tuple[int, bytes]]()
-    kept = SimpleNamespace(store=lambda key, at, part: stored.append((at, bytes(part))))
+    kept = SimpleNamespace(store=lambda key, at, *parts: stored.append((at, b"".join(parts))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(caches, "_RUN", blocks * BLOCK)
         keeping = caches.Keeping(cast(BlockCache, kept), ObjectKey("s3://b/x", "v", 1 << 40), start)

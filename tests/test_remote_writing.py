@@ -212,7 +212,7 @@ def test_requests_and_concurrency(tmp_path: Path, s3: Cloud) -> None:
     counts = s3.server.counts()
     count = -(-(80 << 20) // PART) + 1
     assert count - 1 <= len(sent_parts(s3)) <= count
-    # beside the parts: the marker three times, a listing, the marker again, begin and complete, and its removal
+    # besides the parts: the marker three times, a listing, the marker again, begin and complete, and its removal
     assert counts.requests - len(sent_parts(s3)) <= 10
     assert counts.concurrency >= 8
     assert counts.received < 1.01 * (80 << 20)

@@ -156,6 +156,48 @@ def test_uploads_of_a_killed_call_do_not_stay(source: Path, s3: Cloud, monkeypat
     assert list(place.begun()) == [("m.safetensors.other", others)]  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("then", ["again", "discard", "of something else"])
+def test_a_call_that_ends_before_its_uploads_are_recorded(
+    tmp_path: Path, s3: Cloud, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The marker is written beside the first parts: here it is lost after a part was sent."""
+    from lazyckpt.io.storage.s3 import S3Uploads
+
+    path = tmp_path / "large.safetensors"
+    save_file({"a": torch.arange(PART // 2), "b": torch.arange(3.0)}, path)  # four parts and a bit
+    view, place = lazyckpt.open(path), uploads_of(s3.url, s3.options)
+    sent, put, send, marks = threading.Event(), S3Uploads.put, S3Uploads.send, list[str]()
+
+    def lost(self: Any, key: str, content: Any) -> int:
+        marks.append(key)
+        if len(marks) == 2:
+            assert sent.wait(20)
+            raise ConnectionResetError("killed")
+        return put(self, key, content)
+
+    def noted(self: Any, *about: Any) -> str:
+        etag = send(self, *about)
+        sent.set()
+        return etag
+
+    with monkeypatch.context() as patch:
+        patch.setattr(S3Uploads, "put", lost)
+        patch.setattr(S3Uploads, "send", noted)
+        with pytest.raises(DestinationError, match="killed"):
+            view.to_safetensors(s3.at("m.safetensors"), storage_options=s3.options)
+    assert place.list().keys() == set(marks) and len(list(place.begun())) == 1  # type: ignore[attr-defined]
+    other = place.begin("m.safetensors.other", "")  # type: ignore[attr-defined]
+    if then == "discard":
+        unfinished.discard(s3.at("m.safetensors"), storage_options=s3.options)
+        assert place.list() == {}
+    else:
+        view = view if then == "again" else view.select("b")
+        view.to_safetensors(s3.at("m.safetensors"), storage_options=s3.options, overwrite=then != "again")
+        found = lazyckpt.open(s3.at("m.safetensors"), storage_options=s3.options)
+        assert all(torch.equal(found[name][...], tensor[...]) for name, tensor in view.items())
+    assert list(place.begun()) == [("m.safetensors.other", other)]  # type: ignore[attr-defined]
+
+
 def test_files_of_a_killed_call_do_not_stay(source: Path, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     view, fs = lazyckpt.open(source), fsspec.filesystem("memory")
     real = FsspecUploads.put

@@ -22,7 +22,7 @@ from ..io.memory import many_objects
 from ..io.storage.uploads import Uploads, uploads_of
 from ..io.storage.urls import is_remote
 from ..jobs.destination import Destination, Kind, Session, Whole
-from ..jobs.executor import runner, shares_memory
+from ..jobs.executor import executor_of, runner, shares_memory
 from ..jobs.guard import followed, local_path
 from ..jobs.plan import File, WritePlan
 from ..jobs.publish import discard, fingerprint
@@ -222,6 +222,7 @@ def carry_out(plan: WritePlan, options: WriteOptions) -> WriteResult:
             progress=options["progress"],
             run=run,
             resume=options["resume"],
+            threads=shares_memory(executor_of(options["executor"])),
         )
     else:
         nbytes = write(plan, verify=options["verify"], progress=options["progress"], run=run)

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -53,6 +53,7 @@ _OPEN = os.O_RDONLY | _PLAIN | _NONBLOCK
 _linux = sys.platform == "linux" and not PORTABLE
 _preadv = None if PORTABLE else getattr(os, "preadv", None)
 _fadvise = None if PORTABLE else getattr(os, "posix_fadvise", None)
+_VECTORS = 0 if PORTABLE or not hasattr(os, "pwritev") else 256  # buffers that one call writes; POSIX allows 16
 _POSITIONED = not PORTABLE and hasattr(os, "pread") and hasattr(os, "pwrite")
 # Whether files can be opened relative to an open directory, and open files removed and renamed.
 POSIX = not PORTABLE and os.open in os.supports_dir_fd and hasattr(os, "O_DIRECTORY") and hasattr(os, "O_NOFOLLOW")
@@ -246,6 +247,23 @@ def write_at(fd: int, data: bytes | memoryview, offset: int) -> None:
             os.lseek(fd, offset, os.SEEK_SET)
             count = os.write(fd, rest)
         rest, offset = rest[count:], offset + count
+
+
+def write_all_at(fd: int, buffers: Iterable[memoryview], offset: int) -> None:
+    """Write buffers one after the other from byte ``offset`` on, with as few calls as possible. No other thread may use
+    the descriptor."""
+    rest = list(buffers)
+    while _VECTORS and len(rest) > 1:
+        some = rest[:_VECTORS]
+        count = os.pwritev(fd, some, offset)
+        offset += count
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if count:
+            rest[0] = rest[0][count:]
+    for buffer in rest:
+        write_at(fd, buffer, offset)
+        offset += len(buffer)
 
 
 def preallocate(fd: int, nbytes: int) -> None:

@@ -1,7 +1,8 @@
 """Exports to object stores: the destination, and what may be in the way there.
 
 Objects cannot be renamed, so an export is written in place. While it is not finished, a marker object is there. It has
-the fingerprint of the job and the ids of its multipart uploads; which parts the store has, the store says. Objects of
+the fingerprint of the job and the ids of its multipart uploads; which parts the store has, the store says. Before the
+uploads begin it has the names of their files, so that an upload whose id got lost can be found and removed. Objects of
 several parts appear when the uploads are completed, at the end, and the file that makes the checkpoint readable is
 written last. A folder with a marker is not opened.
 
@@ -101,7 +102,7 @@ class Remote:
         there.pop(self.mark, None)
         if found is None:
             self._check(keys, there)
-        self.place.put(self.mark, [Record(fingerprint, None, self.owns).text()])
+        self.place.put(self.mark, [Record(fingerprint, None, self.owns, tuple(keys)).text()])
         self._clear(keys, there)
         return Record(fingerprint, {}, self.owns)
 

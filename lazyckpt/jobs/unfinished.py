@@ -28,11 +28,13 @@ class Record(NamedTuple):
     """The content of a marker object.
 
     ``uploads`` has the id of the multipart upload of each file, "" for a file that is written as a whole; None if older
-    files may still be there. ``owns``: whether everything at the prefix belongs to the export."""
+    files may still be there. ``owns``: whether everything at the prefix belongs to the export. ``keys``: the files
+    whose uploads may have begun while ``uploads`` is None."""
 
     fingerprint: str
     uploads: dict[str, str] | None
     owns: bool
+    keys: tuple[str, ...] = ()
 
     def text(self) -> bytes:
         return json.dumps(self._asdict()).encode()
@@ -42,8 +44,8 @@ class Record(NamedTuple):
         """Return the record of a marker. One that cannot be parsed is a job that nobody resumes."""
         try:
             found = json.loads(text)
-            uploads = found["uploads"]
-            return cls(str(found["fingerprint"]), None if uploads is None else dict(uploads), bool(found["owns"]))
+            uploads, keys = found["uploads"], tuple(map(str, found.get("keys", ())))
+            return cls(str(found["fingerprint"]), None if uploads is None else dict(uploads), bool(found["owns"]), keys)
         except (ValueError, TypeError, KeyError, RecursionError):
             return cls("", None, False)
 
@@ -107,7 +109,11 @@ def remove_unfinished(place: Uploads, mark: str, record: Record) -> None:
     """Remove what an unfinished export has written, its marker last."""
     uploads = record.uploads or {}
     if isinstance(place, PartUploads):
-        concurrently(lambda key: place.abort(key, uploads[key]), [key for key in uploads if uploads[key]])
+        begun = [(key, upload) for key, upload in uploads.items() if upload]
+        if record.uploads is None and record.keys:
+            below = record.keys[0] if len(record.keys) == 1 else ""
+            begun = [one for one in place.begun(below) if one[0] in record.keys]
+        concurrently(lambda one: place.abort(*one), begun)
     if record.owns:
         remove_all(place, place.list(), keep=mark)
     elif isinstance(place, PartUploads):

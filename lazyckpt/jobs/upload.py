@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import md5
@@ -51,9 +51,11 @@ class _Sending:
     waiting: list[FilePart] = field(default_factory=list)
 
 
-def upload(plan: WritePlan, dest: Remote, *, verify: bool, progress: bool | None, run: Run, resume: bool) -> int:
+def upload(
+    plan: WritePlan, dest: Remote, *, verify: bool, progress: bool | None, run: Run, resume: bool, threads: bool
+) -> int:
     """Execute a plan and return the size of the objects in bytes. Without ``resume``, what an unfinished export has
-    left is removed.
+    left is removed. ``threads``: whether ``run`` uses threads of this process.
 
     Raises what `write.write` raises.
     """
@@ -67,7 +69,7 @@ def upload(plan: WritePlan, dest: Remote, *, verify: bool, progress: bool | None
             record = dest.begin(f"{plan.fingerprint}-{uploads.PART}", keys, resume)
         with dest.reporting():
             try:
-                return _Upload(plan, dest, record, verify, run).carry_out(progress if plan.nbytes else False)
+                return _Upload(plan, dest, record, verify, run, threads).carry_out(progress if plan.nbytes else False)
             except BaseException as e:
                 if is_unique(plan.fingerprint) or not resumable(e):
                     with suppress(OSError):  # the first error says more
@@ -80,8 +82,9 @@ def upload(plan: WritePlan, dest: Remote, *, verify: bool, progress: bool | None
 class _Upload:
     """An export that is being written."""
 
-    def __init__(self, plan: WritePlan, dest: Remote, record: Record, verify: bool, run: Run) -> None:
+    def __init__(self, plan: WritePlan, dest: Remote, record: Record, verify: bool, run: Run, threads: bool) -> None:
         self._plan, self._dest, self._record, self._verify, self._run = plan, dest, record, verify, run
+        self._threads = threads
         self._place = dest.place
         self._passed = Passed()
         self._parts: dict[str, dict[int, Sent] | None] = {}
@@ -95,7 +98,9 @@ class _Upload:
             self._record, self._parts = prepared(place, self._record, keys)
         else:
             self._record = self._record._replace(uploads=dict.fromkeys(keys, ""))
-        place.put(dest.mark, [self._record.text()])
+        marking = partial(place.put, dest.mark, [self._record.text()])
+        if dest.packed or not isinstance(place, PartUploads):
+            marking()
         there = place.list() if plan.chunks is not None or not place.resumes else {}
         with Bar(plan.nbytes * (1 + self._verify), dest.name, progress) as bar:
             nbytes = 0
@@ -103,7 +108,7 @@ class _Upload:
                 self._pack(keys[0], bar.add)
             else:
                 if isinstance(place, PartUploads):
-                    self._send(place, bar.add)
+                    self._send(place, marking, bar.add)
                 else:
                     self._stream({} if dest.one is not None else there, bar.add)
                 nbytes = put_chunks(plan, place, there.get, run, bar.add, self._passed)
@@ -114,8 +119,11 @@ class _Upload:
 
     # -- sending
 
-    def _send(self, place: PartUploads, moved: Callable[[int], None]) -> None:
-        """Send the parts of all files that are missing."""
+    def _send(self, place: PartUploads, marking: Callable[[], int], moved: Callable[[int], None]) -> None:
+        """Write the marker, and send the parts of all files that are missing.
+
+        Threads of this process send the first parts at the same time. Other workers may be forked, which must not
+        happen while a thread makes a request."""
         plan, run = self._plan, self._run
 
         def tasks() -> Iterator[Task]:
@@ -130,7 +138,12 @@ class _Upload:
                     continue
                 yield from self._first(place, sending, layout, there, moved)
 
-        run(tasks(), partial(self._done, moved))
+        if self._threads:
+            with _beside(marking) as look:
+                run(look(tasks()), partial(self._done, moved))
+        else:
+            marking()
+            run(tasks(), partial(self._done, moved))
         while any(sending.waiting for sending in self._sending.values()):
             run(self._ready(place), partial(self._done, moved))
 
@@ -293,6 +306,25 @@ class _Upload:
         except CorruptError:
             place.remove([file.key for file in plan.files])
             raise
+
+
+@contextmanager
+def _beside(ask: Callable[[], object]) -> Iterator[Callable[[Iterable[Task]], Iterator[Task]]]:
+    """Make a request beside the tasks of the context; it is complete when the context exits. Yield a function through
+    which tasks pass: it raises the error of the request as soon as it is known."""
+    future = waiting_threads().submit(ask)
+
+    def look(tasks: Iterable[Task]) -> Iterator[Task]:
+        for task in tasks:
+            if future.done():
+                future.result()
+            yield task
+
+    try:
+        yield look
+    finally:
+        stopped([future])
+    future.result()
 
 
 def _cut(pieces: Iterable[bytearray], nbytes: int) -> Iterator[bytearray]:

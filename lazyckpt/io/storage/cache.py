@@ -37,7 +37,7 @@ from ...errors import CacheWarning, DataError
 from .. import user_folder
 from ..system import Directory, after_fork
 from ..user_folder import Refused
-from .segments import ENDING, SEGMENT, Found, ObjectKey, Segment, cut, described, drop, remove, write
+from .segments import ENDING, SEGMENT, Buffers, Found, ObjectKey, Segment, cut, described, drop, remove, write
 
 SIZE = 20 << 30  # bytes; the default limit of all segments together
 _OPEN_FILES = 128
@@ -45,7 +45,7 @@ _WRITING = 16  # locks of segments
 _USED = 600  # seconds after which a further use of a segment is noted; noting changes the file's times
 _STEPS = 32  # parts of the limit; after as many bytes written, a process looks how large the cache is
 _LONGEST = 3 << 10  # bytes of a URL
-_RUN = 1 << 20  # bytes; a multiple of `BLOCK`
+_RUN = 4 << 20  # bytes of an answer that are stored at once; a divisor of `SEGMENT` and a multiple of `BLOCK`
 # endpoints: of two servers, objects of one name are two objects
 _PLACE = re.compile(r"(?i)endpoint|url|host|port|account_name")
 _ENDPOINTS = (
@@ -143,29 +143,31 @@ class BlockCache:
                     missing.append((base + lo, base + hi))
         return missing
 
-    def store(self, key: ObjectKey, offset: int, data: memoryview | bytes) -> None:
-        """Keep bytes of an object that were read from ``offset`` on. They must be those of the version of ``key``.
+    def store(self, key: ObjectKey, offset: int, *data: memoryview | bytes) -> None:
+        """Keep bytes of an object that were read from ``offset`` on, in buffers one after the other. They must be
+        those of the version of ``key``.
 
         Never fails: without room, or in a folder that cannot be written, later calls do nothing."""
-        view = memoryview(data).cast("B")
-        view = view[: max(0, key.size - offset)]
-        if self._unwritten or self._unused or not len(view):
+        buffers = Buffers(memoryview(one).cast("B") for one in data)
+        end = min(offset + buffers.nbytes, key.size)
+        if self._unwritten or self._unused or offset >= end:
             return
         try:
             with user_folder.opened(self.folder, make=True) as directory:
-                self._make_room(directory, len(view))
-                for number, start, stop in cut(offset, offset + len(view)):
+                self._make_room(directory, end - offset)
+                for number, start, stop in cut(offset, end):
                     at = number * SEGMENT + start - offset
+                    part = Buffers(buffers.between(at, at + stop - start))
                     with self._writing[hash((key, number)) % _WRITING]:
-                        written = write(directory, key, number, start, view[at : at + stop - start])
+                        written = write(directory, key, number, start, part)
                         segment = self._opened(directory, key, number)
                         if segment is not None:
                             segment.used = time.monotonic()
                             segment.wrote(written)
         except Refused as e:
-            self._unused = self._warn("used", str(e))
+            self._give_up("_unused", "used", str(e))
         except OSError as e:
-            self._unwritten = self._warn("written", e.strerror or str(e))
+            self._give_up("_unwritten", "written", e.strerror or str(e))
 
     def kept(self) -> list[Kept]:
         """Return what the cache has of each object, the last used first. Raises Refused; OSError if there is none."""
@@ -216,7 +218,7 @@ class BlockCache:
             if segment is not None and found is not None and found.missing:
                 found = self._once_more(key, number, segment, start, target, found)
         except Refused as e:
-            self._unused = self._warn("used", str(e))
+            self._give_up("_unused", "used", str(e))
             return everything
         except OSError:  # not there, or the disk fails
             return everything
@@ -288,8 +290,12 @@ class BlockCache:
                 removed += remove(directory, name)
         return removed
 
-    def _warn(self, what: str, why: str) -> str:
-        """Warn that the cache is not used or written from now on."""
+    def _give_up(self, name: str, what: str, why: str) -> None:
+        """Note in an attribute that the cache is not used or written from now on. The first thread warns of it."""
+        with self._lock:
+            if getattr(self, name):
+                return
+            setattr(self, name, why)
         try:
             where = str(self.folder)
         except Refused:
@@ -298,9 +304,8 @@ class BlockCache:
             f"the block cache in {where} is not {what}: {why}. Remote reads go on without it. Choose another folder or "
             "size with LAZYCKPT_CACHE, or free some space: `lazyckpt cache clear`.",
             CacheWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-        return why
 
     def _forget(self) -> None:
         """Replace the locks after a fork, because threads of the parent may hold them."""
@@ -310,8 +315,9 @@ class BlockCache:
 
 
 class Keeping:
-    """Stores the bytes of one request, which arrive in chunks, in runs of `_RUN` bytes. Each call of `BlockCache.store`
-    opens the file and reads its table, and a block that is stored in two parts is compared in between."""
+    """Stores the bytes of one request, which arrive in chunks, in runs of `_RUN` bytes, so it holds at most so many.
+    Each call of `BlockCache.store` opens the file and reads its table, and a block that is stored in two parts is
+    compared in between."""
 
     def __init__(self, cache: BlockCache, key: ObjectKey, start: int) -> None:
         self._cache, self._key, self._start = cache, key, start
@@ -332,8 +338,7 @@ class Keeping:
     def finish(self) -> None:
         """Store what is left."""
         if self._held:
-            held = self._held[0] if len(self._held) == 1 else b"".join(self._held)
-            self._cache.store(self._key, self._start, held)
+            self._cache.store(self._key, self._start, *self._held)
             self._start, self._held = self._stop, []
 
 

@@ -308,8 +308,11 @@ def asking(url: str, options: Mapping[str, Any], unsigned: bool = False) -> Iter
         status = _STATUS.search(text)
         if kind in ("PermissionDeniedError", "UnauthenticatedError") or (status and status[1] in ("401", "403")):
             advice = "Check the credentials (environment, profile, storage_options)"
-            if unsigned and any(options.get(name) for name in _ANONYMOUS):
-                advice = "No credentials were sent, as storage_options say (anon): leave that out to send them"
+            anonymous = [name for name in _ANONYMOUS if options.get(name)]
+            if unsigned and anonymous:
+                advice = (
+                    f"No credentials were sent, as storage_options say ({anonymous[0]}): leave that out to send them"
+                )
             elif unsigned:
                 advice = (
                     "No credentials were found: set them in the environment or in storage_options (profiles of AWS "

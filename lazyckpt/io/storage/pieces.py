@@ -11,6 +11,7 @@ from ..pool import Fetch
 
 FEW = 4  # pieces up to which each is looked up in the cache, and filled in its place
 _MANY = 16  # pieces from which on numpy copies them faster than a loop
+_LARGE = 32 << 10  # bytes from which on a copy takes longer than another thread waits for it
 Ranges = list[tuple[int, int]]  # of a file: first byte, byte after the last
 Fill = Callable[[int, memoryview], Ranges]
 
@@ -72,7 +73,7 @@ class Pieces:
             if self._target is None:
                 self._target = self.targets()[0]
             at = start - self._target[0]
-            self._target[1][at : at + len(data)] = data
+            _copy(self._target[1][at : at + len(data)], data)
             return
         stop = start + len(data)
         offsets, lengths = self._offsets, self._lengths
@@ -100,7 +101,15 @@ class Pieces:
             low, high = max(offset, start), min(offset + length, stop)
             if low < high:
                 memory = self._fetches[owner].memory()
-                memory[at + low - offset : at + high - offset] = data[low - start : high - start]
+                _copy(memory[at + low - offset : at + high - offset], data[low - start : high - start])
+
+
+def _copy(target: memoryview, data: memoryview) -> None:
+    """Copy bytes. numpy lets other threads run meanwhile: pages of new memory are slow to come by."""
+    if len(data) < _LARGE:
+        target[:] = data
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))
 
 
 def in_order(offsets: Ints, lengths: Ints, at: Ints, owner: Ints, size: int) -> tuple[Ints, Ints, Ints, Ints]:

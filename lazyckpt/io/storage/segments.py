@@ -29,14 +29,16 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 from zlib_ng.zlib_ng import crc32
 
 from .. import user_folder
-from ..system import Directory, File, read_at, write_at
+from ..system import Directory, File, read_at, write_all_at, write_at
 from ..user_folder import Refused
 
 BLOCK = 32 << 10  # bytes that have a checksum of their own; at most 64 KiB by the layout
@@ -192,6 +194,13 @@ class Segment:
         at = start
         while at < stop:
             block = at // BLOCK
+            after = block
+            while after <= last and not table[after - first]:
+                after += 1
+            if after > block:  # many blocks of a segment that is being written are not there yet
+                missing.append((at, min(stop, after * BLOCK)))
+                at = missing[-1][1]
+                continue
             count = min(_RUN, (stop - at) // BLOCK) if at == block * BLOCK else 0
             entries = table[block - first : block - first + max(count, 1)]
             if count > 1 and _are_whole(entries, 0, count):
@@ -237,9 +246,33 @@ def _crcs(data: memoryview) -> list[int]:
     return [crc32(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
 
 
-def write(directory: Directory, key: ObjectKey, number: int, start: int, data: memoryview) -> Written:
+class Buffers:
+    """Bytes in several buffers, one after the other, which are not joined: the chunks of an answer of a server."""
+
+    __slots__ = ("_buffers", "_ends", "nbytes")
+
+    def __init__(self, buffers: Iterable[memoryview]) -> None:
+        self._buffers = [buffer for buffer in buffers if len(buffer)]
+        self._ends = list(accumulate(map(len, self._buffers)))
+        self.nbytes = self._ends[-1] if self._ends else 0
+
+    def between(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield the buffers of a range."""
+        for n in range(bisect_right(self._ends, start), len(self._ends)):
+            begin = self._ends[n] - len(self._buffers[n])
+            if begin >= stop:
+                break
+            yield self._buffers[n][max(start - begin, 0) : stop - begin]
+
+    def joined(self, start: int, stop: int) -> memoryview:
+        """Return a range, copied if it is in several buffers."""
+        found = list(self.between(start, stop))
+        return found[0] if len(found) == 1 else memoryview(b"".join(found))
+
+
+def write(directory: Directory, key: ObjectKey, number: int, start: int, data: Buffers) -> Written:
     """Write bytes of a segment from ``start`` on, and then their entries. Raises OSError."""
-    first, stop = start // BLOCK, start + len(data)
+    first, stop = start // BLOCK, start + data.nbytes
     blocks = range(first, (stop - 1) // BLOCK + 1)
     fd = _made(directory, key, number)
     try:
@@ -248,10 +281,10 @@ def write(directory: Directory, key: ObjectKey, number: int, start: int, data: m
         entries = {}
         for n, block in enumerate(blocks):
             lo, hi = max(start, block * BLOCK), min(stop, (block + 1) * BLOCK)
-            entry = _joined(fd, block, table[n], lo - block * BLOCK, data[lo - start : hi - start])
+            entry = _joined(fd, block, table[n], lo - block * BLOCK, data.joined(lo - start, hi - start))
             if entry != table[n]:
                 table[n] = entries[block] = entry
-        write_at(fd, data, _DATA + start)
+        write_all_at(fd, data.between(0, data.nbytes), _DATA + start)
         write_at(fd, table.tobytes(), _HEAD + 8 * first)
         return Written(before, _state(os.fstat(fd)), entries)
     finally:
