@@ -13,7 +13,7 @@ from ...core.specs import TensorSpec
 from ...errors import FormatError, some
 from ..megatron import is_gated, second_matrix
 from .rewrite import Heads
-from .table import Builtin, Entry, builtin, known, models, pattern, table
+from .table import Builtin, Entry, builtin, chosen, models, pattern, table, why_not
 
 _DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 _ASK = "or name a table: view.rename('llama')"
@@ -29,8 +29,10 @@ def of_model(meta: Mapping[str, Any]) -> Builtin | None:
     if not isinstance(kind, str):
         return None
     if kind not in models():
+        why = why_not(kind)
         raise FormatError(
-            f"config.json: there is no table of names for model_type {kind!r:.80}; there are {', '.join(models())}. "
+            f"config.json: there is no table of names for model_type {kind!r:.80}{why and f' ({why})'}; there are "
+            f"{', '.join(models())}. "
             "Give a table of your own, view.rename({...}), " + _ASK
         )
     return builtin(kind)
@@ -45,7 +47,7 @@ def hugging_face(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None
     if name is None:
         raise FormatError(
             f"no architecture with a table is like this model ({some(list(specs), 3)}); there are "
-            f"{', '.join(known())}. Give a table of your own, view.rename({{...}}), " + _ASK
+            f"{', '.join(chosen())}. Give a table of your own, view.rename({{...}}), " + _ASK
         )
     if name == "nemotron" and not any(n.endswith((".layer_norm_bias", "layernorm.bias")) for n in specs):
         return Builtin(name, "arcee")  # (the same names, with RMSNorm)
@@ -54,11 +56,15 @@ def hugging_face(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None
 
 def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> str | None:
     text = "\n".join(specs)
+    if any(name.startswith("encoder.layers.") for name in specs):
+        return _encoder(text)
     gated, experts, norms = _gated(specs, args), ".mlp.experts." in text, "layernorm.bias" in text
     if any(name.startswith("language_model.decoder.") for name in specs):  # (one of several, with a vision tower)
         return None
     if ".mixer.in_proj." in text:
         return "nemotron_h"
+    if ".self_attention.in_proj." in text:  # (Qwen3-Next or 3.5)
+        return None
     if ".linear_kv_down_proj." in text:
         norm = ".kv_layernorm." in text or ".linear_kv_up_proj.layer_norm_" in text
         return "deepseek" if gated and norm else None
@@ -75,9 +81,24 @@ def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> 
     if experts:
         return None
     if "embedding.position_embeddings." in text:
-        return "gpt2"
-    many = heads is None or heads.queries == heads.groups  # GPT-NeoX has no groups
-    return "gpt_neox" if many and norms and "decoder.final_layernorm.bias" in text else "nemotron"
+        groups = 1 if heads is None else heads.groups
+        return "gpt2" if heads is None or groups == heads.queries else "gpt_bigcode" if groups == 1 else None
+    if ".pre_mlp_layernorm." not in text and ".linear_fc1.layer_norm_" not in text:  # (no layers as megatron-core's)
+        return None
+    if ".self_attention.linear_proj.bias" not in text:
+        return "nemotron"
+    alone = heads is not None and heads.queries == heads.groups  # StarCoder 2 has groups, GPT-NeoX has none
+    return "gpt_neox" if alone and norms and "decoder.final_layernorm.bias" in text else None
+
+
+def _encoder(text: str) -> str | None:
+    """Return the family of a model with an encoder."""
+    if ".cross_attention." in text:
+        relative = "encoder_relative_pos_emb." in text and "lm_head." in text
+        return "t5" if relative or "lm_head.output_layer.weight" in text else None
+    if "embedding.tokentype_embeddings." not in text:
+        return None
+    return "bert" if ".post_att_layernorm." in text else "megatron_bert"
 
 
 def _mixture(text: str) -> str | None:
@@ -97,9 +118,9 @@ def megatron(specs: Mapping[str, TensorSpec]) -> Builtin:
     """
     names = {_DIGITS.sub("0", name): name for name in specs}
     results = {}
-    for name in known():
+    for name in chosen():
         entries = table(name)
-        found = {short: _result(short, entries, names) for short in names}
+        found = {short: _result(short, entries, names, specs) for short in names}
         needed = Builtin(name, name).needs
         if all(any(pattern(one).fullmatch(short) for short in names) for one in needed):
             results[name] = {short: line for short, line in found.items() if line is not None}
@@ -108,7 +129,7 @@ def megatron(specs: Mapping[str, TensorSpec]) -> Builtin:
     if not most:
         raise FormatError(
             f"no table has names such as {some(list(specs), 3)} on the side of Hugging Face; there are "
-            f"{', '.join(known())}. Give a table of your own: view.rename({{...}}, reverse=True)"
+            f"{', '.join(chosen())}. Give a table of your own: view.rename({{...}}, reverse=True)"
         )
     if any(results[name] != results[best[0]] for name in best):
         raise FormatError(
@@ -118,7 +139,9 @@ def megatron(specs: Mapping[str, TensorSpec]) -> Builtin:
     return Builtin(best[0], best[0])
 
 
-def _result(name: str, entries: list[Entry], names: Mapping[str, str]) -> tuple[Any, ...] | None:
+def _result(
+    name: str, entries: list[Entry], names: Mapping[str, str], specs: Mapping[str, TensorSpec]
+) -> tuple[Any, ...] | None:
     """Return what becomes of a name on the right side, or () for one of the left side, which stays; None if the table
     has no entry whose names are all there."""
     for entry in entries:
@@ -130,8 +153,18 @@ def _result(name: str, entries: list[Entry], names: Mapping[str, str]) -> tuple[
                 continue
             if entry.beside and entry.beside.format(**match.groupdict()) not in names:
                 continue
+            if len(entry.right) == 1 and not _lies_so(name, entry, names, specs):
+                continue
             return entry.left, entry.right.index(right), entry.cut, entry.transpose, entry.stack
     return None
+
+
+def _lies_so(name: str, entry: Entry, names: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> bool:
+    """Return whether a matrix is [in, out] or [out, in] as an entry says, if its bias tells it."""
+    head, _, last = name.rpartition(".")
+    bias = names.get(f"{head}.bias") if last == "weight" else None
+    shape, length = specs[names[name]].shape, () if bias is None else specs[bias].shape
+    return len(shape) != 2 or len(length) != 1 or shape[1 if entry.transpose else 0] == length[0]
 
 
 def _gated(specs: Mapping[str, TensorSpec], args: Any) -> bool:

@@ -13,7 +13,7 @@ from ...core.expr import computed, make, operand
 from ...core.placement import Placement
 from ...core.specs import TensorSpec, renamed
 from ...errors import Problem, only_one, some
-from .table import Cut, Entry, pattern
+from .table import Entry, pattern
 
 Rows = list[tuple[int, int]]
 _MOST = 1 << 16  # tensors in a stack
@@ -21,11 +21,19 @@ _MOST = 1 << 16  # tensors in a stack
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Shape of attention: ``queries`` heads in ``groups`` groups that share k and v; each head has ``dim`` rows."""
+    """Shape of attention: ``queries`` heads in ``groups`` groups that share k and v; each head has ``dim`` rows.
+
+    Of a gated delta net: ``queries`` heads of v with ``values`` rows each, in ``groups`` groups that share q and k.
+    """
 
     queries: int
     groups: int
     dim: int
+    values: int = 0
+
+
+# the heads of the language model (""), of its delta nets ("delta") and of a vision tower ("vision"), as far as known
+AllHeads = Mapping[str, Heads | None]
 
 
 class _Unfit(ValueError):
@@ -54,20 +62,23 @@ class Report:
 def rename(
     specs: Mapping[str, TensorSpec],
     entries: Sequence[Entry],
-    heads: Heads | None,
+    heads: AllHeads,
     back: bool,
     report: Report,
     stacked: bool = False,
     gated: bool | None = None,
     counts: Mapping[str, int] | None = None,
+    *,
+    values: bool = True,
 ) -> dict[str, TensorSpec]:
     """Return the tensors of a state by new name.
 
     ``stacked`` says that saved names without a layer number are otherwise the model's own names. ``gated`` says whether
     Megatron's MLPs have a gate; None if that is unknown. ``counts`` has the length of the first dimension by name,
-    where a state of scalars does not tell how many tensors are in a stack.
+    where a state of scalars does not tell how many tensors are in a stack. ``values`` says that the state has values of
+    parameters, and not moments of an optimizer.
     """
-    renaming = _Renaming(specs, heads, report, stacked, gated, counts or {})
+    renaming = _Renaming(specs, heads, report, stacked, gated, counts or {}, values)
     for name in specs:
         if name not in renaming.used and not (
             renaming.joined(name, entries) if back else renaming.cut_by(name, entries)
@@ -99,11 +110,12 @@ class _Renaming:
     def __init__(
         self,
         specs: Mapping[str, TensorSpec],
-        heads: Heads | None,
+        heads: AllHeads,
         report: Report,
         stacked: bool,
         gated: bool | None,
         counts: Mapping[str, int],
+        values: bool,
     ) -> None:
         self.specs = specs
         self.heads = heads
@@ -111,6 +123,7 @@ class _Renaming:
         self.stacked = stacked
         self.gated = gated
         self.counts = counts
+        self.values = values
         self.found: dict[str, TensorSpec] = {}
         self.used: set[str] = set()
         self.runs: dict[str, dict[str, None]] = {}  # the names of a stack, by the name with * for the number
@@ -122,7 +135,15 @@ class _Renaming:
 
     def cut_by(self, name: str, entries: Sequence[Entry]) -> bool:
         """Rename from the left side to the right by the first entry that matches. Return False if none does."""
-        return any(self.stack(name, entry) if entry.stack else self.cut(name, entry) for entry in entries)
+        fitting = [entry for entry in entries if pattern(entry.left).fullmatch(name) and self._given(name, entry)]
+        if fitting and fitting[0].cut == "halves" and _is_ungated(name, self.specs, self.gated):
+            fitting = [entry for entry in fitting if entry.cut != "halves"] or fitting
+        return any(self.stack(name, entry) if entry.stack else self.cut(name, entry) for entry in fitting)
+
+    def _given(self, name: str, entry: Entry) -> bool:
+        """Return whether the left tensor is there that has to be there for an entry that matches a name."""
+        match = pattern(entry.left).fullmatch(name)
+        return not entry.given or match is None or entry.given.format(**match.groupdict()) in self.specs
 
     def stack(self, name: str, entry: Entry) -> bool:
         """Stack the tensors of all numbers of a name on the left. Return False if the entry does not match the name."""
@@ -172,7 +193,7 @@ class _Renaming:
         try:
             if entry.cut == "halves" and _is_ungated(name, self.specs, self.gated):
                 raise _Unfit("this model's MLP has no gate: there are no two halves in it")
-            made = _cut(spec, targets, entry, self.heads)
+            made = [self._value(one, entry, 1.0) for one in _cut(spec, targets, entry, self.heads)]
             self._check_free(targets)
         except _Unfit as e:
             self._unfit(name, e)
@@ -206,7 +227,7 @@ class _Renaming:
         try:
             if missing:
                 raise _Unfit(f"{', '.join(entry.right)} have to be there together")
-            spec = _joined([self.specs[n] for n in names], target, entry, self.heads)
+            spec = self._value(_joined([self.specs[n] for n in names], target, entry, self.heads), entry, -1.0)
         except _Unfit as e:
             self._unfit(name, e)
             return True
@@ -215,6 +236,17 @@ class _Renaming:
         if len(names) == 1:
             self.report.one[name] = target
         return True
+
+    def _value(self, spec: TensorSpec, entry: Entry, change: float) -> TensorSpec:
+        """Return a tensor plus 1, or less 1, if that is how the two sides store its values."""
+        if not (entry.less_one and self.values):
+            return spec
+        if not spec.dtype.is_floating_point or not spec.dtype.is_number:
+            raise _Unfit(f"1 cannot be added to values of {spec.dtype}")
+        ones = make("fill", shape=spec.shape, value=1.0, dtype=spec.dtype)
+        rule = "plus 1" if change > 0 else "less 1"
+        expr = make("linear", operand(spec), ones, weights=(1.0, change))
+        return computed(spec.name, expr, "; ".join(filter(None, (spec.rule, rule))), _stored(spec))
 
     def _was(self, name: str, entry: Entry, match: re.Match[str]) -> bool:
         """Return whether the left name of the entry is the saved name of the tensor."""
@@ -250,32 +282,74 @@ def _is_ungated(name: str, specs: Mapping[str, TensorSpec], gated: bool | None) 
     return gated is False
 
 
-def _rows(cut: Cut, count: int, heads: Heads | None) -> list[Rows]:
+def _rows(entry: Entry, count: int, all_heads: AllHeads) -> list[Rows]:
     """Return the rows of each tensor that is part of a fused tensor of ``count`` rows."""
+    cut = entry.cut
     if cut == "halves":
         if count % 2:
             raise _Unfit(f"{count} rows are not two halves")
         return [[(0, count // 2)], [(count // 2, count)]]
-    if cut == "qkv":
+    if cut == "delta":
+        return _rows_of_delta_net(len(entry.right), count, all_heads.get("delta"))
+    if cut in ("qkv", "qgkv", "kv"):
+        heads = all_heads.get(entry.heads)
         if heads is None:
             raise _Unfit("how many heads and groups there are is not known (args or config.json would say)")
         per = heads.queries // heads.groups
-        group = (per + 2) * heads.dim
+        wide = per * {"qkv": 1, "qgkv": 2, "kv": 0}[cut]  # the heads of q, and their gates, in a group
+        group = (wide + 2) * heads.dim
         if heads.queries % heads.groups or count != heads.groups * group:
+            what = {"qkv": "q, k and v", "qgkv": "q, its gates, k and v", "kv": "k and v"}[cut]
             raise _Unfit(
-                f"{count} rows are not q, k and v of {heads.queries} heads of {heads.dim} in {heads.groups} groups"
+                f"{count} rows are not {what} of {heads.queries} heads of {heads.dim} in {heads.groups} groups"
             )
         starts = [g * group for g in range(heads.groups)]
-        q, k = per * heads.dim, (per + 1) * heads.dim
-        return [[(s, s + q) for s in starts], [(s + q, s + k) for s in starts], [(s + k, s + group) for s in starts]]
+        q, k = wide * heads.dim, (wide + 1) * heads.dim
+        queries = [(s, s + q) for s in starts]
+        if cut == "qgkv":  # the rows of each head's gate behind those of the head
+            heads_at = [s + n * heads.dim for s in starts for n in range(per)]
+            queries = [(a, a + heads.dim) for at in heads_at for a in (at, at + per * heads.dim)]
+        parts = [queries, [(s + q, s + k) for s in starts], [(s + k, s + group) for s in starts]]
+        return parts[1:] if cut == "kv" else parts
     return [[(0, count)]]
 
 
-def _cut(spec: TensorSpec, targets: list[str], entry: Entry, heads: Heads | None) -> list[TensorSpec]:
+def _rows_of_delta_net(names: int, count: int, heads: Heads | None) -> list[Rows]:
+    """Return the rows of q, k, v, the gate z, b and a in Megatron's one matrix, as they are in ``names`` others.
+
+    Qwen3-Next has two, both with one group of heads after the other: q, k, v and z; b and a. Qwen3.5 has q, k and v in
+    one, and one each for z, b and a.
+    """
+    if heads is None:
+        raise _Unfit("how many heads the delta nets have is not known (args or config.json would say)")
+    keys, values, number = heads.groups * heads.dim, heads.queries * heads.values, heads.queries
+    ends = [0, *accumulate([keys, keys, values, values, number, number])]
+    if heads.queries % heads.groups or count != ends[-1]:
+        raise _Unfit(
+            f"{count} rows are not those of a delta net with {heads.groups} heads of {heads.dim} for q and k and "
+            f"{heads.queries} of {heads.values} for v"
+        )
+    if names == 4:
+        return [[(0, ends[3])], *([(a, b)] for a, b in zip(ends[3:], ends[4:], strict=False))]
+    grouped = [
+        [(a + g * (b - a) // heads.groups, a + (g + 1) * (b - a) // heads.groups) for g in range(heads.groups)]
+        for a, b in zip(ends, ends[1:], strict=False)
+    ]
+    return [
+        [rows for group in zip(*grouped[:4], strict=True) for rows in group],
+        [rows for group in zip(*grouped[4:], strict=True) for rows in group],
+    ]
+
+
+def _cut(spec: TensorSpec, targets: list[str], entry: Entry, heads: AllHeads) -> list[TensorSpec]:
     turn = entry.transpose and len(spec.shape) == 2
-    if not spec.shape or (not turn and not entry.cut):  # a scalar, such as a step, is shared by all parts
+    if not spec.shape or (not turn and not entry.cut and not entry.outer):  # all parts share a scalar, such as a step
         return [renamed(spec, target) for target in targets]
-    parts = _rows(entry.cut, spec.shape[0], heads)
+    if entry.outer:
+        return [_with_outer(spec, targets[0], -entry.outer)]
+    if entry.cut == "swapped":
+        return [_swapped(spec, targets[0])]
+    parts = _rows(entry, spec.shape[0], heads)
     if len(targets) == 1:
         parts = [[rows for part in parts for rows in part]]
     made = []
@@ -291,16 +365,20 @@ def _cut(spec: TensorSpec, targets: list[str], entry: Entry, heads: Heads | None
     return made
 
 
-def _joined(specs: list[TensorSpec], target: str, entry: Entry, heads: Heads | None) -> TensorSpec:
+def _joined(specs: list[TensorSpec], target: str, entry: Entry, heads: AllHeads) -> TensorSpec:
     first = specs[0]
     turn = entry.transpose and len(first.shape) == 2
-    if not first.shape or (not turn and not entry.cut):
+    if not first.shape or (not turn and not entry.cut and not entry.outer):
         return renamed(first, target)
+    if entry.outer:
+        return _with_outer(first, target, entry.outer)
+    if entry.cut == "swapped":
+        return _swapped(first, target)
     if any(len(s.shape) != len(first.shape) or s.dtype != first.dtype for s in specs):
         raise _Unfit("they differ in dtype or in dimensions")
     shapes = [s.shape[::-1] if turn else s.shape for s in specs]
     count = sum(shape[0] for shape in shapes)
-    parts = _rows(entry.cut, count, heads)
+    parts = _rows(entry, count, heads)
     if len(specs) == 1:
         parts = [[rows for part in parts for rows in part]]
     if any(shape[1:] != shapes[0][1:] for shape in shapes) or any(
@@ -316,6 +394,28 @@ def _joined(specs: list[TensorSpec], target: str, entry: Entry, heads: Heads | N
             start = (a, *(0,) * len(rest))
             pieces.append((spec, Placement.of(spec.shape, block, start, (1, 0) if turn else None)))
     return compose(target, (count, *shapes[0][1:]), pieces, f"joined from {', '.join(s.name for s in specs)}")
+
+
+def _with_outer(spec: TensorSpec, target: str, count: int) -> TensorSpec:
+    """Return a tensor with so many dimensions of length 1 before its own, or without so many if ``count`` is negative."""
+    if count < 0 and (spec.shape[:-count] != (1,) * -count or len(spec.shape) < -count):
+        raise _Unfit(f"the shape is {spec.shape}: the first {-count} lengths are not 1")
+    shape: Shape = (1,) * count + spec.shape if count > 0 else spec.shape[-count:]
+    expr = make("reshape", operand(spec), shape=shape)
+    return computed(target, expr, "; ".join(filter(None, (spec.rule, f"as {shape}"))), _stored(spec))
+
+
+def _swapped(spec: TensorSpec, target: str) -> TensorSpec:
+    """Return a matrix whose left and right halves have changed places."""
+    if len(spec.shape) != 2 or spec.shape[1] % 2:
+        raise _Unfit(f"the shape is {spec.shape}: the columns are not two halves")
+    rows, columns = spec.shape
+    half = columns // 2
+    pieces = [
+        (spec, Placement.of(spec.shape, Box((0, a), (rows, a + half)), (0, half - a), None)) for a in (0, half)
+    ]
+    rule = "; ".join(filter(None, (spec.rule, f"halves of the columns of {spec.name!r} swapped")))
+    return compose(target, spec.shape, pieces, rule, _stored(spec))
 
 
 def _member(spec: TensorSpec, number: int, target: str, entry: Entry) -> TensorSpec:
