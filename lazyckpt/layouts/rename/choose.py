@@ -16,15 +16,21 @@ from .rewrite import Heads
 from .table import Builtin, Entry, builtin, chosen, models, pattern, table, why_not
 
 _DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+# in a model_config.yaml: NeMo 1 saves Falcon with a layer of its own, which has names of megatron-core's other models
+_FALCON = "megatron_falcon_gpt"
 _ASK = "or name a table: view.rename('llama')"
 
 
 def of_model(meta: Mapping[str, Any]) -> Builtin | None:
     """Return the table for the `model_type` of config.json; None if there is no config.json, or it says none.
 
+    The configuration of NeMo 1 decides for Falcon.
+
     Raises FormatError if there is no table for it.
     """
-    config = meta.get("config")
+    config, nemo = meta.get("config"), meta.get("model_config")
+    if isinstance(nemo, dict) and nemo.get("name") == _FALCON:
+        return builtin("falcon")
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str):
         return None
@@ -73,7 +79,8 @@ def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> 
     if ".post_self_attn_layernorm." in text or ".post_mlp_layernorm." in text:
         return "glm4" if gated and not experts else None
     if ".post_layernorm." in text or ".post_feedforward_layernorm." in text:
-        return "gemma2" if gated and not experts else None
+        before = ".input_layernorm." in text or ".linear_qkv.layer_norm_" in text
+        return None if experts or not gated else "gemma2" if before else "exaone4"
     if gated and experts:
         return _mixture(text)
     if gated:
@@ -94,16 +101,18 @@ def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> 
 def _encoder(text: str) -> str | None:
     """Return the family of a model with an encoder."""
     if ".cross_attention." in text:
-        relative = "encoder_relative_pos_emb." in text and "lm_head." in text
-        return "t5" if relative or "lm_head.output_layer.weight" in text else None
+        return "t5" if "encoder_relative_pos_emb." in text else None
     if "embedding.tokentype_embeddings." not in text:
         return None
     return "bert" if ".post_att_layernorm." in text else "megatron_bert"
 
 
 def _mixture(text: str) -> str | None:
-    if ".shared_experts." in text:
-        return "qwen_moe" if ".shared_experts.gate_weight" in text else "glm_moe"
+    if ".shared_experts.gate_weight" in text:
+        return "qwen_moe"
+    if ".shared_experts." in text:  # (those of Llama 4 and ERNIE have no such norms or biases)
+        own = ".q_layernorm." in text or ".linear_qkv.bias" in text
+        return "glm_moe" if own and ".router.expert_bias" in text else None
     if ".router.expert_bias" in text:  # (several families, which name it differently)
         return None
     if ".q_layernorm." in text:

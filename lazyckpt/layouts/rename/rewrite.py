@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import accumulate
 
 from ...core.box import Box, Shape
@@ -17,6 +18,7 @@ from .table import Entry, pattern
 
 Rows = list[tuple[int, int]]
 _MOST = 1 << 16  # tensors in a stack
+_EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +92,29 @@ def rename(
 def new_names(name: str, entries: Sequence[Entry], back: bool) -> list[str]:
     """Return the new names of a name: several if its tensor is split, the name itself if the table has no entry, or if
     the names do not tell how many tensors there are in a stack."""
-    for entry in entries:
-        here, there = (entry.right, (entry.left,)) if back else ((entry.left,), entry.right)
-        if back and entry.stack:
-            continue
-        for one in here:
-            match = pattern(one).fullmatch(name)
-            if match is not None:
-                return [other.format(**match.groupdict()) for other in there]
+    if not back:
+        for entry, match in _fitting(name, entries)[:1]:
+            return [other.format(**match.groupdict()) for other in entry.right]
+    for entry in entries if back else ():
+        for right in () if entry.stack else entry.right:
+            found = pattern(right).fullmatch(name)
+            if found is not None:
+                return [entry.left.format(**found.groupdict())]
     return [name]
+
+
+def _fitting(name: str, entries: Sequence[Entry]) -> list[tuple[Entry, re.Match[str]]]:
+    """Return the entries that match a name on the left. Those whose {p} stands for less come first.
+
+    `linear_fc1.layer_norm_{p}` has to come before `linear_fc1.{p}`, in whichever table it is.
+    """
+    found = [(e, m) for e in entries if name.startswith(_start(e.left)) and (m := pattern(e.left).fullmatch(name))]
+    return found if len(found) < 2 else sorted(found, key=lambda one: sum(map(len, one[1].groupdict().values())))
+
+
+@lru_cache(maxsize=4096)
+def _start(name: str) -> str:
+    return name.partition("{")[0]
 
 
 def _is_there(name: str, entries: Sequence[Entry], back: bool) -> bool:
@@ -134,22 +150,25 @@ class _Renaming:
         self._add(self.specs[name], name)
 
     def cut_by(self, name: str, entries: Sequence[Entry]) -> bool:
-        """Rename from the left side to the right by the first entry that matches. Return False if none does."""
-        fitting = [entry for entry in entries if pattern(entry.left).fullmatch(name) and self._given(name, entry)]
-        if fitting and fitting[0].cut == "halves" and _is_ungated(name, self.specs, self.gated):
-            fitting = [entry for entry in fitting if entry.cut != "halves"] or fitting
-        return any(self.stack(name, entry) if entry.stack else self.cut(name, entry) for entry in fitting)
-
-    def _given(self, name: str, entry: Entry) -> bool:
-        """Return whether the left tensor is there that has to be there for an entry that matches a name."""
-        match = pattern(entry.left).fullmatch(name)
-        return not entry.given or match is None or entry.given.format(**match.groupdict()) in self.specs
-
-    def stack(self, name: str, entry: Entry) -> bool:
-        """Stack the tensors of all numbers of a name on the left. Return False if the entry does not match the name."""
-        match = pattern(entry.left).fullmatch(name)
-        if match is None:
+        """Rename from the left side to the right by the entry that fits best. Return False if none matches."""
+        found = [(entry, match) for entry, match in _fitting(name, entries) if self._given(entry, match)]
+        if found and found[0][0].cut == "halves" and _is_ungated(name, self.specs, self.gated):
+            found = [one for one in found if one[0].cut != "halves"] or found
+        if not found:
             return False
+        entry, match = found[0]
+        if entry.stack:
+            self.stack(name, entry, match)
+        else:
+            self.cut(name, entry, match)
+        return True
+
+    def _given(self, entry: Entry, match: re.Match[str]) -> bool:
+        """Return whether the left tensor is there that has to be there for an entry."""
+        return not entry.given or entry.given.format(**match.groupdict()) in self.specs
+
+    def stack(self, name: str, entry: Entry, match: re.Match[str]) -> None:
+        """Stack the tensors of all numbers of a name on the left."""
         rest = {key: value for key, value in match.groupdict().items() if key != entry.stack}
         stem = entry.left.format(**rest, **{entry.stack: "*"})
         if stem not in self.runs:
@@ -164,10 +183,9 @@ class _Renaming:
             self._check_free([made.name])
         except _Unfit as e:
             self._unfit(name, e)
-            return True
+            return
         self.used.update(self.runs[stem])
         self._add(made, made.name)
-        return True
 
     def unstack(self, name: str, entry: Entry, match: re.Match[str], count: int | None) -> None:
         """Take apart the stack of a name on the right."""
@@ -183,11 +201,8 @@ class _Renaming:
         except _Unfit as e:
             self._unfit(name, e)
 
-    def cut(self, name: str, entry: Entry) -> bool:
-        """Rename from the left side to the right. Return False if the entry does not match the name."""
-        match = pattern(entry.left).fullmatch(name)
-        if match is None:
-            return False
+    def cut(self, name: str, entry: Entry, match: re.Match[str]) -> None:
+        """Rename from the left side to the right."""
         targets = [right.format(**match.groupdict()) for right in entry.right]
         spec = self.specs[name]
         try:
@@ -197,12 +212,11 @@ class _Renaming:
             self._check_free(targets)
         except _Unfit as e:
             self._unfit(name, e)
-            return True
+            return
         for one in made:
             self._add(one, one.name)
         if len(targets) == 1:
             self.report.one[name] = targets[0]
-        return True
 
     def joined(self, name: str, entries: Sequence[Entry]) -> bool:
         """Rename from the right side to the left. Return False if no entry matches, or the target name is taken.
@@ -212,7 +226,10 @@ class _Renaming:
         about = [(e, m) for e in entries for right in e.right if (m := pattern(right).fullmatch(name))]
         about = [(e, m) for e, m in about if not e.beside or e.beside.format(**m.groupdict()) in self.specs]
         if about and about[0][0].stack:
-            self.unstack(name, *about[0], self.counts.get(name))
+            try:
+                self.unstack(name, *self._as_it_lies(name, [one for one in about if one[0].stack]), self.counts.get(name))
+            except _Unfit as e:
+                self._unfit(name, e)
             return True
         possible = [
             (e, m, target)
@@ -237,6 +254,17 @@ class _Renaming:
             self.report.one[name] = target
         return True
 
+    def _as_it_lies(self, name: str, about: list[tuple[Entry, re.Match[str]]]) -> tuple[Entry, re.Match[str]]:
+        """Return the entry whose matrices lie as those in a stack, where the table has entries for both ways."""
+        shape = self.specs[name].shape
+        if len(shape) != 3 or len({entry.transpose for entry, _ in about}) == 1:
+            return about[0]
+        hidden = next((s.shape[1] for n, s in self.specs.items() if n.endswith(_EMBEDDING) and len(s.shape) == 2), None)
+        fits = [one for one in about if hidden == shape[1:][(".linear_fc1." in one[0].left) != one[0].transpose]]
+        if len({entry.transpose for entry, _ in fits}) != 1:
+            raise _Unfit("whether its matrices are [in, out] or [out, in] is not clear from the shape")
+        return fits[0]
+
     def _value(self, spec: TensorSpec, entry: Entry, change: float) -> TensorSpec:
         """Return a tensor plus 1, or less 1, if that is how the two sides store its values."""
         if not (entry.less_one and self.values):
@@ -252,7 +280,7 @@ class _Renaming:
         """Return whether the left name of the entry is the saved name of the tensor."""
         saved = self.specs[name].stored_as
         left = entry.left.format(**match.groupdict())
-        return saved == left or (self.stacked and saved == entry.left.replace(".{l}", "").format(**match.groupdict()))
+        return saved == left or saved.endswith(f".{left}") or (self.stacked and saved == entry.left.replace(".{l}", "").format(**match.groupdict()))
 
     def _check_free(self, targets: Iterable[str]) -> None:
         taken = [target for target in targets if target in self.found]

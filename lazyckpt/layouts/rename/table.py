@@ -163,7 +163,7 @@ def _lefts(values: list[Any], beginnings: Mapping[str, list[str]], n: int) -> li
 
 def _beginnings(given: Any, base: Any) -> dict[str, list[str]]:
     """Return the beginnings of names, each with those that take its place; a prefix takes the place of nothing."""
-    about = {"": given} if isinstance(given, str) else given
+    about = {"": given} if isinstance(given, str | list) else given
     if isinstance(about, Mapping):
         found = {key: [one] if isinstance(one, str) else one for key, one in about.items()}
         if all(isinstance(one, list) and all(isinstance(name, str) for name in one) for one in found.values()):
