@@ -138,7 +138,9 @@ def test_the_naming_of_nemotron_h_in_transformers(tmp_path: Path) -> None:
     assert not [line for line in there.problems if line.code == "not-renamed"]
     experts = there["decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"]
     same(experts[...], tensors["model.layers.2.mixer.experts.up_proj"][3], "an expert")
-    names = {name.replace("backbone.embedding.", "backbone.embeddings.") for name in tiny_models.recorded()["nemotron_h"]}
+    names = {
+        name.replace("backbone.embedding.", "backbone.embeddings.") for name in tiny_models.recorded()["nemotron_h"]
+    }
     assert set(there.rename("hf").specs) == names
 
 
@@ -368,7 +370,12 @@ def test_qwens_layers_that_predict_further_tokens(tmp_path: Path, model: str) ->
     for name, truth in (tensors | more).items():
         same(back[name][...], truth, name)
     newer = {name.replace("transformer_layer", "mtp_model_layer"): there[name][...] for name in there.specs}
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6}
+    heads = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 4,
+        "linear_value_head_dim": 6,
+    }
     hf = of_megatron(tmp_path / "x.pt", newer, **heads).rename(model)
     assert set(hf.specs) == {*tensors, *more} and set(hf.rename(model, reverse=True).specs) == set(newer)
 
@@ -556,7 +563,11 @@ def test_a_table_of_ones_own_with_other_beginnings(tmp_path: Path) -> None:
     for wrong in ({"extends": 3}, {"extends": {"table": "llama", "left": {"a": 3}}}, {"a": {"into": "b", "outer": 99}}):
         with pytest.raises(FormatError):
             view.rename(wrong)
-    for wrong in ({"a": {"into": "b", "heads": "x"}}, {"a": {"into": "b", "given": "c.{l}"}}, {"a": {"into": "b", "cut": "kv"}}):
+    for wrong in (
+        {"a": {"into": "b", "heads": "x"}},
+        {"a": {"into": "b", "given": "c.{l}"}},
+        {"a": {"into": "b", "cut": "kv"}},
+    ):
         with pytest.raises(FormatError):
             view.rename(wrong)
 

@@ -56,8 +56,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "seed_oss": _DENSE,
     "arcee": _DENSE,
     "gemma": {**_DENSE, "tie_word_embeddings": True},
-    "gemma2": {**_DENSE, "tie_word_embeddings": True},
-    "gemma3_text": {**_DENSE, "tie_word_embeddings": True},
+    "gemma2": {
+        **_DENSE,
+        "tie_word_embeddings": True,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+    "gemma3_text": {
+        **_DENSE,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
     "phi3": {**_DENSE, "head_dim": 4},
     "glm4": _DENSE,
     "mixtral": {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -125,7 +137,15 @@ _BERT = {
     "max_position_embeddings": 32,
 }
 _FALCON = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-_T5 = {"vocab_size": 32, "d_model": 16, "d_kv": 6, "d_ff": 24, "num_layers": 2, "num_heads": 4, "relative_attention_num_buckets": 8}
+_T5 = {
+    "vocab_size": 32,
+    "d_model": 16,
+    "d_kv": 6,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+}
 _LLAMA4 = {
     **_DENSE,
     "intermediate_size": 12,
@@ -153,8 +173,8 @@ CONFIGS |= {
     },
     "gpt_bigcode": {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32},
     "falcon": {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
-    "t5": {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
-    "mt5": {**_T5, "feed_forward_proj": "relu", "tie_word_embeddings": True},
+    "t5": {**_T5, "feed_forward_proj": "gated-gelu"},
+    "mt5": {**_T5, "feed_forward_proj": "relu"},
     "bert": _BERT,
     "megatron-bert": _BERT,
 }
@@ -188,7 +208,13 @@ CONFIGS |= {
         "tie_word_embeddings": False,
     },
 }
-_QWEN3_SEEING = {**_SEEING, "deepstack_visual_indexes": [0], "num_position_embeddings": 16, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_QWEN3_SEEING = {
+    **_SEEING,
+    "deepstack_visual_indexes": [0],
+    "num_position_embeddings": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+}
 CONFIGS |= {
     "qwen2_vl": {
         "text_config": {**_DENSE, "head_dim": 4, "model_type": "qwen2_vl_text"},
@@ -202,7 +228,9 @@ CONFIGS |= {
     },
     "qwen3_vl_moe": {
         "text_config": {
-            **{**_DENSE, **_EXPERTS, "moe_intermediate_size": 12},
+            **_DENSE,
+            **_EXPERTS,
+            "moe_intermediate_size": 12,
             "num_experts": 4,
             "model_type": "qwen3_vl_moe_text",
         },
@@ -260,7 +288,9 @@ def write(folder: Path, model: str) -> dict[str, torch.Tensor]:
     """Write a folder of a recorded model with config.json, and return its tensors, which are multiples of 1/64."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: torch.randn(shape, generator=generator).mul(64).round() / 64 for name, shape in recorded()[model].items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator).mul(64).round() / 64 for name, shape in recorded()[model].items()
+    }
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config_of(model.removesuffix(" fused"))))
     return tensors
@@ -283,7 +313,7 @@ def build(model: str) -> Any:
     built = kind.from_config(AutoConfig.for_model(**config_of(model))).float().eval()
     with torch.no_grad():
         for name, one in (*built.named_parameters(), *built.named_buffers()):
-            if one.is_floating_point() and "inv_freq" not in name:
+            if one.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name:
                 one.add_(0.1 * torch.randn(one.shape))
     return built
 

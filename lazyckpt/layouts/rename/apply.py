@@ -124,9 +124,7 @@ def renamed_index(
     stacked = args.get("transformer_impl") == "transformer_engine"
     counts = {name: spec.shape[0] for name, spec in every.items() if spec.shape}
     found = {
-        state: rename(
-            specs, entries, heads, back, report, stacked, gated, counts, values=state in _VALUES
-        )
+        state: rename(specs, entries, heads, back, report, stacked, gated, counts, values=state in _VALUES)
         for state, specs in states.items()
     }
     if back and mtp.has_mtp(entries):
@@ -147,7 +145,7 @@ def renamed_index(
 
 
 def all_heads_of(meta: Mapping[str, Any]) -> dict[str, Heads | None]:
-    """Return the heads of the language model (""), of its delta nets and of a vision tower, as far as they are known."""
+    """Return the heads of the language model (""), of its delta nets and of a vision tower, as far as known."""
     args = getattr(meta.get("args"), "__dict__", None)
     config = _config(meta)
     vision = config.get("vision_config")
@@ -198,7 +196,7 @@ def _heads(heads: Any, groups: Any, dim: Any, hidden: Any) -> Heads | None:
 def _delta_heads(config: Mapping[str, Any]) -> Heads | None:
     """Return the heads of gated delta nets, which Megatron's args and Hugging Face's config name alike."""
     names = ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")
-    found = [config.get(f"linear_{name}") for name in names]
+    found: list[Any] = [config.get(f"linear_{name}") for name in names]
     return Heads(*found) if _counts(*found) else None
 
 

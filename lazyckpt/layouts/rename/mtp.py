@@ -6,9 +6,9 @@ DeepSeek V3, whose decoder has the layers 0 to 60. Its transformer layer is ``tr
 `final_layernorm`) as if it were a layer of the decoder. Megatron's names get that form before a table is applied, or
 lose it afterwards.
 
-Of Nemotron-H each such layer has a few layers of its own, ``mtp.layers.0.mtp_model_layer.layers.1``. At Hugging Face all
-of them have one number, ``mtp.layers.1``. What a layer has in addition is with its first one there, the last norm with
-its last one. The tables have the names with one number.
+Of Nemotron-H each such layer has a few layers of its own, ``mtp.layers.0.mtp_model_layer.layers.1``. At Hugging Face
+all of them have one number, ``mtp.layers.1``. What a layer has in addition is with its first one there, the last norm
+with its last one. The tables have the names with one number.
 
 Sources: Megatron-Bridge src/megatron/bridge/models/deepseek/common.py, glm/glm45_bridge.py and
 nemotronh/nemotron_h_bridge.py `_MTPFlatteningMapping`, mbridge mbridge/models/deepseek_v3.py `_convert_mtp_param`.
@@ -133,7 +133,10 @@ def per_layer(names: Iterable[str], back: bool) -> int | None:
 
 def flattened(states: Mapping[str, Mapping[str, TensorSpec]], size: int) -> dict[str, dict[str, TensorSpec]]:
     """Return Megatron's tensors with one number for the layers of all MTP layers, of which each has ``size``."""
-    return {state: {(new := _flat(name, size)): renamed(one, new) for name, one in specs.items()} for state, specs in states.items()}
+    return {
+        state: {(new := _flat(name, size)): renamed(one, new) for name, one in specs.items()}
+        for state, specs in states.items()
+    }
 
 
 def _flat(name: str, size: int) -> str:
@@ -154,7 +157,10 @@ def _flat(name: str, size: int) -> str:
 
 def nested(states: Mapping[str, Mapping[str, TensorSpec]], size: int) -> dict[str, dict[str, TensorSpec]]:
     """Return Megatron's tensors with two numbers for the layers of MTP layers, of which each has ``size``."""
-    return {state: {(new := _two(name, size)): renamed(one, new) for name, one in specs.items()} for state, specs in states.items()}
+    return {
+        state: {(new := _two(name, size)): renamed(one, new) for name, one in specs.items()}
+        for state, specs in states.items()
+    }
 
 
 def _two(name: str, size: int) -> str:

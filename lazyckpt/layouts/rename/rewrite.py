@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ...core.box import Box, Shape
 from ...core.compose import compose
@@ -227,7 +227,9 @@ class _Renaming:
         about = [(e, m) for e, m in about if not e.beside or e.beside.format(**m.groupdict()) in self.specs]
         if about and about[0][0].stack:
             try:
-                self.unstack(name, *self._as_it_lies(name, [one for one in about if one[0].stack]), self.counts.get(name))
+                self.unstack(
+                    name, *self._as_it_lies(name, [one for one in about if one[0].stack]), self.counts.get(name)
+                )
             except _Unfit as e:
                 self._unfit(name, e)
             return True
@@ -280,7 +282,11 @@ class _Renaming:
         """Return whether the left name of the entry is the saved name of the tensor."""
         saved = self.specs[name].stored_as
         left = entry.left.format(**match.groupdict())
-        return saved == left or saved.endswith(f".{left}") or (self.stacked and saved == entry.left.replace(".{l}", "").format(**match.groupdict()))
+        return (
+            saved == left
+            or saved.endswith(f".{left}")
+            or (self.stacked and saved == entry.left.replace(".{l}", "").format(**match.groupdict()))
+        )
 
     def _check_free(self, targets: Iterable[str]) -> None:
         taken = [target for target in targets if target in self.found]
@@ -358,10 +364,10 @@ def _rows_of_delta_net(names: int, count: int, heads: Heads | None) -> list[Rows
             f"{heads.queries} of {heads.values} for v"
         )
     if names == 4:
-        return [[(0, ends[3])], *([(a, b)] for a, b in zip(ends[3:], ends[4:], strict=False))]
+        return [[(0, ends[3])], *([(a, b)] for a, b in pairwise(ends[3:]))]
     grouped = [
         [(a + g * (b - a) // heads.groups, a + (g + 1) * (b - a) // heads.groups) for g in range(heads.groups)]
-        for a, b in zip(ends, ends[1:], strict=False)
+        for a, b in pairwise(ends)
     ]
     return [
         [rows for group in zip(*grouped[:4], strict=True) for rows in group],
@@ -425,7 +431,7 @@ def _joined(specs: list[TensorSpec], target: str, entry: Entry, heads: AllHeads)
 
 
 def _with_outer(spec: TensorSpec, target: str, count: int) -> TensorSpec:
-    """Return a tensor with so many dimensions of length 1 before its own, or without so many if ``count`` is negative."""
+    """Return a tensor with ``count`` dimensions of length 1 before its own, or without so many if it is negative."""
     if count < 0 and (spec.shape[:-count] != (1,) * -count or len(spec.shape) < -count):
         raise _Unfit(f"the shape is {spec.shape}: the first {-count} lengths are not 1")
     shape: Shape = (1,) * count + spec.shape if count > 0 else spec.shape[-count:]
@@ -439,9 +445,7 @@ def _swapped(spec: TensorSpec, target: str) -> TensorSpec:
         raise _Unfit(f"the shape is {spec.shape}: the columns are not two halves")
     rows, columns = spec.shape
     half = columns // 2
-    pieces = [
-        (spec, Placement.of(spec.shape, Box((0, a), (rows, a + half)), (0, half - a), None)) for a in (0, half)
-    ]
+    pieces = [(spec, Placement.of(spec.shape, Box((0, a), (rows, a + half)), (0, half - a), None)) for a in (0, half)]
     rule = "; ".join(filter(None, (spec.rule, f"halves of the columns of {spec.name!r} swapped")))
     return compose(target, spec.shape, pieces, rule, _stored(spec))
 

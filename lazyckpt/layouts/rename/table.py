@@ -240,7 +240,9 @@ def _entry(left: str, value: Any) -> Entry:
     heads, outer = about.get("heads", ""), about.get("outer", 0)
     given: Any = about.get("given", "")
     names = [into] if isinstance(into, str) else into
-    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in (*names, cut, stack, beside, given)):
+    if not isinstance(names, Sequence) or not all(
+        isinstance(name, str) for name in (*names, cut, stack, beside, given)
+    ):
         raise FormatError(f"{left!r}: `into` is {into!r}, names are wanted")
     if cut not in _CUTS or len(names) not in _CUTS[cut]:
         raise FormatError(f"{left!r}: cut = {cut!r} into {len(names)} names: it is one of {', '.join(list(_CUTS)[1:])}")
@@ -248,7 +250,13 @@ def _entry(left: str, value: Any) -> Entry:
         if set(_FIELD.sub("", name)) & set("{}"):
             raise FormatError(f"{name!r} has a brace outside of a field such as {{l}}")
     fields = set(_FIELD.findall(left))
-    if stack and (stack not in fields or stack == "any" or stack.startswith("p") or len(names) != 1 or cut not in ("", "halves", "alternating")):
+    if stack and (
+        stack not in fields
+        or stack == "any"
+        or stack.startswith("p")
+        or len(names) != 1
+        or cut not in ("", "halves", "alternating")
+    ):
         raise FormatError(
             f"{left!r}: stack = {stack!r} takes a number of the left name, and one name into which it goes"
         )
@@ -263,7 +271,9 @@ def _entry(left: str, value: Any) -> Entry:
         raise FormatError(f"{left!r}: heads = {heads!r:.80}: it is one of {', '.join(_PARTS[1:])}")
     if type(outer) is not int or abs(outer) > 8 or (outer and (cut or stack or transpose)):
         raise FormatError(f"{left!r}: outer = {outer!r:.80}: a small number is wanted, and no cut, stack or transpose")
-    return Entry(left, tuple(names), cut, bool(transpose), stack, beside, heads, bool(about.get("less_one")), outer, given)
+    return Entry(
+        left, tuple(names), cut, bool(transpose), stack, beside, heads, bool(about.get("less_one")), outer, given
+    )
 
 
 @functools.lru_cache(maxsize=4096)
