@@ -16,7 +16,8 @@ from ..megatron import flag, is_gated, stack_of
 from ..tables import pattern
 from . import choose, mtp
 from .gguf import from_gguf
-from .rewrite import Heads, Report, new_names, rename
+from .pieces import Heads
+from .rewrite import Report, new_names, rename
 from .table import Builtin, Entry, builtin, less_one_models, table
 
 # -- Split the arrays of megatron-core's GroupedMLP, each with all experts, into matrices like those of SequentialMLP.

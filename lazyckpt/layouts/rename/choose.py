@@ -12,7 +12,7 @@ from typing import Any
 from ...core.specs import TensorSpec
 from ...errors import FormatError, some
 from ..megatron import is_gated, second_matrix
-from .rewrite import Heads
+from .pieces import Heads
 from .table import Builtin, Entry, builtin, chosen, models, pattern, table, why_not
 
 _DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
