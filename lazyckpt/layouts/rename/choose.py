@@ -13,7 +13,7 @@ from ...core.specs import TensorSpec
 from ...errors import FormatError, some
 from ..megatron import is_gated, second_matrix
 from .pieces import Heads
-from .table import Builtin, Entry, builtin, chosen, models, pattern, table, why_not
+from .table import Builtin, Entry, builtin, chosen, matched, models, table, why_not
 
 _DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
 # in a model_config.yaml: NeMo 1 saves Falcon with a layer of its own, which has names of megatron-core's other models
@@ -131,7 +131,7 @@ def megatron(specs: Mapping[str, TensorSpec]) -> Builtin:
         entries = table(name)
         found = {short: _result(short, entries, names, specs) for short in names}
         needed = Builtin(name, name).needs
-        if all(any(pattern(one).fullmatch(short) for short in names) for one in needed):
+        if all(any(matched(short, one) for short in names) for one in needed):
             results[name] = {short: line for short, line in found.items() if line is not None}
     most = max(map(len, results.values()), default=0)
     best = [name for name, result in results.items() if len(result) == most]
@@ -154,10 +154,10 @@ def _result(
     """Return what becomes of a name on the right side, or () for one of the left side, which stays; None if the table
     has no entry whose names are all there."""
     for entry in entries:
-        if pattern(entry.left).fullmatch(name):
+        if matched(name, entry.left):
             return ()
         for right in entry.right:
-            match = pattern(right).fullmatch(name)
+            match = matched(name, right)
             if match is None or not all(one.format(**match.groupdict()) in names for one in entry.right):
                 continue
             if entry.beside and entry.beside.format(**match.groupdict()) not in names:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from ...core.specs import TensorSpec, renamed
 from ...errors import Problem, only_one, some
 from .pieces import AllHeads, Unfit, cut_apart, join, member, plus, stack
-from .table import Entry, pattern
+from .table import Entry, matched
 
 _MOST = 1 << 16  # tensors in a stack
 _EMBEDDING = "embed_tokens.weight"
@@ -71,7 +70,7 @@ def new_names(name: str, entries: Sequence[Entry], back: bool) -> list[str]:
             return [other.format(**match.groupdict()) for other in entry.right]
     for entry in entries if back else ():
         for right in () if entry.stack else entry.right:
-            found = pattern(right).fullmatch(name)
+            found = matched(name, right)
             if found is not None:
                 return [entry.left.format(**found.groupdict())]
     return [name]
@@ -82,18 +81,13 @@ def _fitting(name: str, entries: Sequence[Entry]) -> list[tuple[Entry, re.Match[
 
     `linear_fc1.layer_norm_{p}` has to come before `linear_fc1.{p}`, in whichever table it is.
     """
-    found = [(e, m) for e in entries if name.startswith(_start(e.left)) and (m := pattern(e.left).fullmatch(name))]
+    found = [(e, m) for e in entries if (m := matched(name, e.left))]
     return found if len(found) < 2 else sorted(found, key=lambda one: sum(map(len, one[1].groupdict().values())))
-
-
-@lru_cache(maxsize=4096)
-def _start(name: str) -> str:
-    return name.partition("{")[0]
 
 
 def _is_there(name: str, entries: Sequence[Entry], back: bool) -> bool:
     """Return whether the name already belongs to the target side of the table."""
-    return any(pattern(one).fullmatch(name) for e in entries for one in ((e.left,) if back else e.right))
+    return any(matched(name, one) for e in entries for one in ((e.left,) if back else e.right))
 
 
 class _Renaming:
@@ -197,7 +191,7 @@ class _Renaming:
 
         If several entries match, the one that restores the saved name is used, otherwise the first.
         """
-        about = [(e, m) for e in entries for right in e.right if (m := pattern(right).fullmatch(name))]
+        about = [(e, m) for e in entries for right in e.right if (m := matched(name, right))]
         about = [(e, m) for e, m in about if not e.beside or e.beside.format(**m.groupdict()) in self.specs]
         if about and about[0][0].stack:
             try:

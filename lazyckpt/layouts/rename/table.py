@@ -297,6 +297,23 @@ def pattern(name: str) -> re.Pattern[str]:
     return re.compile(text)
 
 
+def matched(name: str, fields: str) -> re.Match[str] | None:
+    """Return the match of a name with a name with fields; None if they do not match.
+
+    >>> matched("layers.12.norm.weight", "layers.{l}.norm.{p}").groupdict()
+    {'l': '12', 'p': 'weight'}
+    """
+    start, longest = _texts(fields)
+    return pattern(fields).fullmatch(name) if name.startswith(start) and longest in name else None
+
+
+@functools.lru_cache(maxsize=4096)
+def _texts(fields: str) -> tuple[str, str]:
+    """Return what stands before the first field, and the longest text behind it: most other names have not both."""
+    start, *others = _FIELD.split(fields)[::2]
+    return start, max(others, key=len, default="")
+
+
 # -- A table of names in a TOML or JSON file, for the command line: what `CheckpointView.rename` takes.
 
 ENDINGS = (".toml", ".json")
