@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -583,6 +584,32 @@ def test_recorded_names_are_those_that_transformers_writes() -> None:
         assert found[model] == tiny_models.shapes(model), model
     for model in tiny_models.FUSED:
         assert found[f"{model} fused"] == tiny_models.shapes(model, fused=True), model
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", tiny_models.CONFIGS)
+def test_transformers_loads_what_came_back(tmp_path: Path, model: str) -> None:
+    """From both namings of transformers to Megatron's names, and from these to a folder that it loads: same weights."""
+    need("transformers")
+    built = tiny_models.build(model)
+    views = []
+    for name, older in (("older", True), ("newer", False)):
+        built.save_pretrained(tmp_path / name, save_original_format=older)
+        views.append(lazyckpt.open(tmp_path / name).rename("megatron"))
+        assert not [line for line in views[-1].problems if line.code == "not-renamed"]
+    assert set(views[0].specs) == set(views[1].specs)
+    for name in views[0].specs:
+        same(views[1][name][...], views[0][name][...], name)
+    views[1].rename("hf").to_safetensors(tmp_path / "back")
+    shutil.copy(tmp_path / "older" / "config.json", tmp_path / "back")
+    loaded, told = type(built).from_pretrained(tmp_path / "back", output_loading_info=True, dtype=torch.float32)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    found = loaded.state_dict()
+    for name, truth in built.state_dict().items():
+        if "linear_attn.norm" in name:  # (1 is taken away and added again)
+            torch.testing.assert_close(found[name], truth, rtol=1e-6, atol=1e-7)
+        else:
+            same(found[name], truth, name)
 
 
 @pytest.mark.full
