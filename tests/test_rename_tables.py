@@ -102,7 +102,7 @@ def test_there_and_back_bit_for_bit(tmp_path: Path, model: str) -> None:
     assert there.problems == view.problems
     own = ("embedding.", "decoder.", "output_layer.", "vision_tower.", "visual.", "multi_modal_projector.")
     own += ("encoder.", "encoder_relative_pos_emb.", "decoder_relative_pos_emb.", "lm_head.", "pooler.", "binary_head.")
-    own += ("vision_model.", "vision_projection.")
+    own += ("vision_model.", "vision_projection.", "audio_tower.")
     assert all(name.removeprefix("language_model.").startswith(own) for name in there.specs)
     for ours, theirs in NAMES.get(model, {}).items():
         same(there[OURS + ours][...], tensors[LAYER + theirs], ours)
@@ -210,7 +210,16 @@ def test_gpt2_without_its_head(tmp_path: Path) -> None:
 
 # what names do not tell from others
 ASKED = {"phi3", "minimax_m2", "mamba2", "starcoder2", "falcon", "falcon 7b", "falcon rw", "ernie4_5_moe"}
-ASKED |= {"llama4_text", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
+ASKED |= {
+    "dots1",
+    "exaone_moe",
+    "glm_moe_dsa",
+    "qwen2_audio",
+    "llama4_text",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+}
 ASKED |= {model for model, config in tiny_models.CONFIGS.items() if "vision_config" in config}
 
 
@@ -352,7 +361,7 @@ def with_mtp(tensors: dict[str, torch.Tensor], prefix: str, own: dict[str, list[
     return found | {name: torch.randn(shape) for name, shape in own.items()}
 
 
-@pytest.mark.parametrize("model", ["qwen3", "qwen3_next", "qwen3_5_moe_text"])
+@pytest.mark.parametrize("model", ["qwen3", "qwen3_next", "qwen3_5_moe_text", "exaone_moe"])
 def test_qwens_layers_that_predict_further_tokens(tmp_path: Path, model: str) -> None:
     """``mtp.layers.0`` and ``mtp.fc``, which transformers leaves out when it loads a model."""
     tensors = tiny_models.write(tmp_path, model)
@@ -502,6 +511,46 @@ def test_names_of_the_model_in_transformers(tmp_path: Path, model: str) -> None:
         same(view[name][...], there[name][...], name)
 
 
+def test_names_of_models_with_code_of_their_own(tmp_path: Path) -> None:
+    """InternVL 3, Ling and Hunyuan 3, which transformers does not have: q, k and v, and names that differ."""
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16, "head_dim": 6}
+    fused = torch.randn(48, 16)
+    by_group = [*fused[:24].split(12), *fused[24:].split(6)]
+    layer = "model.layers.1."
+    cases = {
+        "bailing_moe_v2": (
+            config,
+            {f"{layer}attention.query_key_value.weight": fused, f"{layer}mlp.gate.expert_bias": torch.ones(4)},
+            {"self_attention.linear_qkv.weight": by_group, "mlp.router.expert_bias": 0},
+        ),
+        "hy_v3": (
+            config,
+            {f"{layer}mlp.router.gate.weight": torch.ones(4, 16), f"{layer}mlp.expert_bias": torch.ones(4)},
+            {"mlp.router.weight": 0, "mlp.router.expert_bias": 0},
+        ),
+        "internvl_chat": (
+            {"llm_config": config, "vision_config": {"hidden_size": 16, "num_attention_heads": 2}},
+            {"vision_model.encoder.layers.1.attn.qkv.weight": fused, "mlp1.3.bias": torch.ones(3)},
+            {"vision_model.decoder.layers.1.self_attention.linear_qkv.weight": fused.split(8)},
+        ),
+    }
+    for model, (about, tensors, wanted) in cases.items():
+        (tmp_path / model).mkdir()
+        save_file(tensors, tmp_path / model / "model.safetensors")
+        (tmp_path / model / "config.json").write_text(json.dumps({"model_type": model, **about}))
+        view = lazyckpt.open(tmp_path / model)
+        there = view.rename("megatron")
+        assert there.problems == view.problems
+        for name, parts in wanted.items():
+            found = there[name if name.startswith("vision") else OURS + name][...]
+            if isinstance(parts, int):
+                continue
+            order = [0, 2, 4, 1, 3, 5]  # q, k and v of each group
+            same(found, torch.cat([parts[n] for n in order]), name)
+        for name, one in tensors.items():
+            same(there.rename("hf")[name][...], one, name)
+
+
 def test_older_names_of_bert(tmp_path: Path) -> None:
     """``LayerNorm.gamma`` of folders that come from TensorFlow, and `BertModel` without its heads."""
     _, there, tensors = moved(tmp_path / "new", "bert")
@@ -519,6 +568,14 @@ def test_older_names_of_bert(tmp_path: Path) -> None:
     view = lazyckpt.open(tmp_path / "old").rename("megatron")
     assert not [line for line in view.problems if line.code == "not-renamed"]
     assert set(view.specs) == {name for name in there.specs if not name.startswith(("lm_head", "output", "binary"))}
+
+
+def test_a_head_of_t5_that_is_not_tied(tmp_path: Path) -> None:
+    tensors = tiny_models.write(tmp_path, "t5") | {"lm_head.weight": torch.randn(32, 16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    there = lazyckpt.open(tmp_path).rename("megatron")
+    same(there["lm_head.output_layer.weight"][...], tensors["lm_head.weight"], "the head")
+    assert set(there.rename("hf").specs) == set(tensors)
 
 
 def test_falcons_names_by_nemo(tmp_path: Path) -> None:

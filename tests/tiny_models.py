@@ -269,6 +269,50 @@ CONFIGS |= {
         "tie_word_embeddings": False,
     },
 }
+_HEARING = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+}
+CONFIGS |= {
+    "exaone_moe": {
+        **_DENSE,
+        **_EXPERTS,
+        "num_experts": 4,
+        "num_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "sliding_window": None,
+        "layer_types": ["full_attention"] * 2,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "glm_moe_dsa": {
+        **_DENSE,
+        **_LATENT,
+        "q_lora_rank": 8,
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_topk": 4,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "falcon_h1": {
+        **_DENSE,
+        "mamba_d_ssm": 16,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 4,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 4,
+        "mamba_rms_norm": True,
+    },
+    "qwen2_audio": {
+        "text_config": {**_DENSE, "head_dim": 4, "model_type": "qwen2"},
+        "audio_config": {**_HEARING, "model_type": "qwen2_audio_encoder"},
+    },
+}
 # of these transformers writes all experts in one tensor if it is told not to write the older naming
 FUSED = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "nemotron_h", "ernie4_5_moe")
 
@@ -304,13 +348,16 @@ def build(model: str) -> Any:
         AutoModelForImageTextToText,
         AutoModelForPreTraining,
         AutoModelForSeq2SeqLM,
+        Qwen2AudioForConditionalGeneration,
     )
 
     torch.manual_seed(0)
     kind = AutoModelForImageTextToText if "vision_config" in CONFIGS[model] else AutoModelForCausalLM
     kind = AutoModelForSeq2SeqLM if "d_kv" in CONFIGS[model] else kind
     kind = AutoModelForPreTraining if "bert" in model else kind
-    built = kind.from_config(AutoConfig.for_model(**config_of(model))).float().eval()
+    kind = Qwen2AudioForConditionalGeneration if model == "qwen2_audio" else kind
+    config = AutoConfig.for_model(**config_of(model))
+    built = (kind(config) if model == "qwen2_audio" else kind.from_config(config)).float().eval()
     with torch.no_grad():
         for name, one in (*built.named_parameters(), *built.named_buffers()):
             if one.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name:

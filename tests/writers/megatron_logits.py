@@ -52,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_DELTA, "experts": True},
     "llama4_text": {"experts": True, "llama4": True, "rotary_interleaved": True},
     "ernie4_5_moe": {"experts": True, "rotary_interleaved": True, "ernie": True},
+    "exaone_moe": {"experts": True, "qk_norm": True, "sigmoid": True},
     "t5": {"t5": True},
     "mt5": {"t5": True},
     "bert": {"bert": True, "layer": "PostNorm"},
@@ -295,6 +296,7 @@ def _config(sizes: dict[str, Any], config: Any, about: dict[str, Any]) -> Any:
             "n_shared_experts",
             "shared_expert_intermediate_size",
             "moe_num_shared_experts",
+            "num_shared_experts",
             "intermediate_size_mlp",
         } & set(sizes):
             values["moe_shared_expert_intermediate_size"] = sizes.get(

@@ -174,6 +174,9 @@ def _config(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(config: dict[str, Any]) -> dict[str, Any]:
     """Return what config.json says of the language model."""
+    config = config.get("thinker_config", config)
+    if not isinstance(config, dict):
+        return {}
     found = next((config[name] for name in ("text_config", "llm_config") if name in config), config)
     return found if isinstance(found, dict) else {}
 

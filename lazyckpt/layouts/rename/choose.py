@@ -65,15 +65,17 @@ def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> 
     if any(name.startswith("encoder.layers.") for name in specs):
         return _encoder(text)
     gated, experts, norms = _gated(specs, args), ".mlp.experts." in text, "layernorm.bias" in text
-    if any(name.startswith("language_model.decoder.") for name in specs):  # (one of several, with a vision tower)
+    if any(name.startswith(("language_model.", "thinker.")) for name in specs):  # (one of several, with a tower)
         return None
+    if ".mamba_mixer.in_proj." in text:
+        return "falcon_h1"
     if ".mixer.in_proj." in text:
         return "nemotron_h"
     if ".self_attention.in_proj." in text:  # (Qwen3-Next or 3.5)
         return None
     if ".linear_kv_down_proj." in text:
         norm = ".kv_layernorm." in text or ".linear_kv_up_proj.layer_norm_" in text
-        return "deepseek" if gated and norm else None
+        return "deepseek" if gated and norm and ".indexer." not in text else None
     if ".softmax_offset" in text:
         return "gpt_oss" if gated and experts else None
     if ".post_self_attn_layernorm." in text or ".post_mlp_layernorm." in text:
@@ -110,9 +112,8 @@ def _encoder(text: str) -> str | None:
 def _mixture(text: str) -> str | None:
     if ".shared_experts.gate_weight" in text:
         return "qwen_moe"
-    if ".shared_experts." in text:  # (those of Llama 4 and ERNIE have no such norms or biases)
-        own = ".q_layernorm." in text or ".linear_qkv.bias" in text
-        return "glm_moe" if own and ".router.expert_bias" in text else None
+    if ".shared_experts." in text:  # (Llama 4, ERNIE, EXAONE, dots and others have no such bias)
+        return "glm_moe" if ".linear_qkv.bias" in text and ".router.expert_bias" in text else None
     if ".router.expert_bias" in text:  # (several families, which name it differently)
         return None
     if ".q_layernorm." in text:
