@@ -551,6 +551,48 @@ def test_names_of_models_with_code_of_their_own(tmp_path: Path) -> None:
             same(there.rename("hf")[name][...], one, name)
 
 
+def test_names_of_qwen_omni(tmp_path: Path) -> None:
+    """Megatron-Bridge's and mbridge's; what speaks has none."""
+    text = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16, "head_dim": 6}
+    config = {"text_config": text, "vision_config": {"hidden_size": 16, "num_heads": 2}}
+    fused = torch.randn(48, 16)
+    tensors = {
+        "thinker.model.layers.1.mlp.experts.0.down_proj.weight": torch.randn(16, 8),
+        "thinker.audio_tower.layers.0.fc1.weight": torch.randn(4, 4),
+        "thinker.visual.blocks.0.attn.qkv.weight": fused,
+        "thinker.visual.merger_list.0.mlp.2.bias": torch.randn(4),
+        "talker.model.norm.weight": torch.randn(16),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_omni_moe", "thinker_config": config}))
+    view = lazyckpt.open(tmp_path)
+    bridge, mbridge = view.rename("megatron"), view.rename("mbridge_qwen3_omni_moe", reverse=True)
+    expert = "language_model.decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight"
+    assert {"thinker.audio_model.layers.0.fc1.weight", f"thinker.{expert}", "talker.model.norm.weight"} < set(bridge)
+    qkv = "vision_model.decoder.layers.0.self_attention.linear_qkv.weight"
+    assert set(mbridge) == {
+        expert,
+        qkv,
+        "audio_model.layers.0.fc1.weight",
+        "vision_model.decoder.deepstack_merger_list.0.linear_fc2.bias",
+        "talker.model.norm.weight",
+    }
+    same(mbridge[qkv][...], fused.view(3, 2, 8, 16).transpose(0, 1).reshape(48, 16), "q, k and v of each head")
+    for there in (bridge, mbridge):
+        back = there.rename("hf")
+        assert set(back) == set(tensors) and all(torch.equal(back[name][...], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "glm4v_moe"])
+def test_mbridges_names_of_towers_that_it_leaves_as_they_are(tmp_path: Path, model: str) -> None:
+    view, bridge, tensors = moved(tmp_path, model)
+    there = view.rename(f"mbridge_{model}", reverse=True)
+    assert there.problems == view.problems
+    name = "blocks.0.attn.qkv.weight"
+    same(there[f"vision_model.{name}"][...], tensors[f"model.visual.{name}"], "q, k and v")
+    assert f"vision_model.{name}" not in bridge and set(there.rename("hf")) == set(tensors)
+
+
 def test_older_names_of_bert(tmp_path: Path) -> None:
     """``LayerNorm.gamma`` of folders that come from TensorFlow, and `BertModel` without its heads."""
     _, there, tensors = moved(tmp_path / "new", "bert")

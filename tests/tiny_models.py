@@ -247,6 +247,11 @@ CONFIGS |= {
         "vision_config": {**_QWEN3_SEEING, "model_type": "qwen3_5_moe"},
         "tie_word_embeddings": False,
     },
+    "glm4v": {
+        "text_config": {**_DENSE, "head_dim": 4, "attention_bias": True, "model_type": "glm4v_text"},
+        "vision_config": {**_SEEING, "model_type": "glm4v", "temporal_patch_size": 2, "spatial_merge_size": 2},
+        "tie_word_embeddings": False,
+    },
     "glm4v_moe": {
         "text_config": {**_DENSE, **_ROUTED, "attention_bias": True, "model_type": "glm4v_moe_text"},
         "vision_config": {**_SEEING, "model_type": "glm4v_moe", "temporal_patch_size": 2, "spatial_merge_size": 2},

@@ -149,7 +149,7 @@ def all_heads_of(meta: Mapping[str, Any]) -> dict[str, Heads | None]:
     """Return the heads of the language model (""), of its delta nets and of a vision tower, as far as known."""
     args = getattr(meta.get("args"), "__dict__", None)
     config = _config(meta)
-    vision = config.get("vision_config")
+    vision = _model(config).get("vision_config")
     return {
         "": heads_of(meta),
         "delta": _delta_heads(_text(config) if args is None else args),
@@ -172,11 +172,15 @@ def _config(meta: Mapping[str, Any]) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def _model(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of the model that reads; of Qwen-Omni another one speaks."""
+    found = config.get("thinker_config", config)
+    return found if isinstance(found, dict) else {}
+
+
 def _text(config: dict[str, Any]) -> dict[str, Any]:
     """Return what config.json says of the language model."""
-    config = config.get("thinker_config", config)
-    if not isinstance(config, dict):
-        return {}
+    config = _model(config)
     found = next((config[name] for name in ("text_config", "llm_config") if name in config), config)
     return found if isinstance(found, dict) else {}
 
