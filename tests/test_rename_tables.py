@@ -160,6 +160,14 @@ def test_norms_in_linear_layers(tmp_path: Path, model: str) -> None:
         same(back[name][...], truth, name)
 
 
+@pytest.mark.parametrize("model", ["falcon 7b", "bert", "exaone4"])
+def test_norms_that_a_model_does_not_have(tmp_path: Path, model: str) -> None:
+    """A norm within a linear layer keeps its name there, and is told of."""
+    name = f"{'encoder' if model == 'bert' else 'decoder'}.layers.0.mlp.linear_fc1.layer_norm_weight"
+    view = of_megatron(tmp_path / "x.pt", {name: torch.ones(16)}).rename(tiny_models.config_of(model)["model_type"])
+    assert list(view) == [name] and [line for line in view.problems if line.code == "not-renamed"]
+
+
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     """[in, out], and the columns of gate and up in turns, as `GptOssExperts._apply_gate` reads them."""
     _, there, tensors = moved(tmp_path, "gpt_oss")

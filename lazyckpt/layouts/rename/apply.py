@@ -153,7 +153,7 @@ def all_heads_of(meta: Mapping[str, Any]) -> dict[str, Heads | None]:
     return {
         "": heads_of(meta),
         "delta": _delta_heads(_text(config) if args is None else args),
-        "vision": _heads_in(vision) if isinstance(vision, dict) else None,
+        "vision": _heads_in(vision, tower=True) if isinstance(vision, dict) else None,
     }
 
 
@@ -185,11 +185,13 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _heads_in(config: Mapping[str, Any]) -> Heads | None:
+def _heads_in(config: Mapping[str, Any], *, tower: bool = False) -> Heads | None:
     def first(*names: str) -> Any:
         return next((config[name] for name in names if name in config), None)
 
-    heads = first("num_attention_heads", "n_head", "num_heads")
+    heads = first(
+        "num_attention_heads", "n_head", *(("num_heads",) if tower or "d_kv" in config else ())
+    )  # not Mamba's
     groups = first("num_key_value_heads")
     dim, hidden = first("head_dim", "d_kv"), first("embed_dim", "hidden_size", "n_embd", "d_model")
     return _heads(heads, heads if groups is None else groups, dim, hidden)

@@ -67,7 +67,7 @@ def new_names(name: str, entries: Sequence[Entry], back: bool) -> list[str]:
     the names do not tell how many tensors there are in a stack."""
     if not back:
         for entry, match in _fitting(name, entries)[:1]:
-            return [other.format(**match.groupdict()) for other in entry.right]
+            return [other.format(**match.groupdict()) for other in entry.right] or [name]
     for entry in entries if back else ():
         for right in () if entry.stack else entry.right:
             found = matched(name, right)
@@ -122,7 +122,7 @@ class _Renaming:
         found = [(entry, match) for entry, match in _fitting(name, entries) if self._given(entry, match)]
         if found and found[0][0].cut == "halves" and _is_ungated(name, self.specs, self.gated):
             found = [one for one in found if one[0].cut != "halves"] or found
-        if not found:
+        if not found or not found[0][0].right:
             return False
         entry, match = found[0]
         if entry.stack:

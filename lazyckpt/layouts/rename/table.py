@@ -41,7 +41,7 @@ class Entry:
     Attributes
     ----------
     left, right
-        Names with fields in braces.
+        Names with fields in braces. No name on the right: there is nothing like it, and it keeps its name.
     cut
         How the rows of the left tensor are those of the right ones.
     transpose
@@ -225,6 +225,8 @@ def _document() -> dict[str, Any]:
 
 
 def _entries(left: str, value: Any) -> list[Entry]:
+    if value == []:
+        return [Entry(left, ())]
     return [_entry(left, one) for one in (value if isinstance(value, list) else [value])]
 
 
