@@ -638,6 +638,18 @@ def test_falcons_names_by_nemo(tmp_path: Path) -> None:
     same(old[f"{OURS}post_self_attn_layernorm.weight"][...], tensors[name], "behind attention")
 
 
+def test_falcon_by_the_configuration_of_nemo(tmp_path: Path) -> None:
+    """Its names are those of Nemotron in megatron-core, whose layers are others."""
+    _, there, tensors = moved(tmp_path / "40b", "falcon")
+    saved = {f"model.{name}": there[name][...] for name in there.specs}
+    (tmp_path / "nemo").mkdir()
+    torch.save(saved, tmp_path / "nemo" / "model_weights.ckpt")
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "tensor_model_parallel_size": 1}
+    (tmp_path / "nemo" / "model_config.yaml").write_text(json.dumps({"name": "megatron_falcon_gpt", **sizes}))
+    back = lazyckpt.open(tmp_path / "nemo").rename("hf")
+    assert set(back) == set(tensors) and all(torch.equal(back[name][...], one) for name, one in tensors.items())
+
+
 @pytest.mark.parametrize(("model", "why"), [("phi", "side by side"), ("umt5", "relative positions")])
 def test_why_an_architecture_has_no_table(tmp_path: Path, model: str, why: str) -> None:
     tiny_models.write(tmp_path, "llama")

@@ -149,7 +149,7 @@ def all_heads_of(meta: Mapping[str, Any]) -> dict[str, Heads | None]:
     """Return the heads of the language model (""), of its delta nets and of a vision tower, as far as known."""
     args = getattr(meta.get("args"), "__dict__", None)
     config = _config(meta)
-    vision = _model(config).get("vision_config")
+    vision = _model(config).get("vision_config", (args or {}).get("vision_config"))
     return {
         "": heads_of(meta),
         "delta": _delta_heads(_text(config) if args is None else args),
