@@ -306,13 +306,15 @@ def test_names_of_no_architecture_or_of_several_are_refused(tmp_path: Path) -> N
         ("glm4", {"rotary_interleaved": True}, False),
         ("glm4", {"rotary_interleaved": False}, True),
         ("llama", {"rotary_interleaved": True}, True),
+        ("mamba2", {"mamba_num_groups": 8}, True),
+        ("mamba2", {"mamba_num_groups": 1}, False),
     ],
 )
 def test_norms_less_one_and_rotary_embeddings(tmp_path: Path, model: str, given: dict[str, bool], told: bool) -> None:
     _, there, _ = moved(tmp_path, model)
     tensors = {name: there[name][...] for name in there.specs}
     view = of_megatron(tmp_path / "x.pt", tensors, **given)
-    for which in ("hf", model):
+    for which in (model,) if model == "mamba2" else ("hf", model):  # (names alone say that it is of Nemotron-H's kind)
         if (which, model) == ("hf", "nemotron"):  # (its names without biases are those of Arcee, too)
             tensors = tensors | {"decoder.final_layernorm.bias": torch.ones(16)}
             view = of_megatron(tmp_path / "x.pt", tensors, num_attention_heads=4, **given)

@@ -103,7 +103,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "moe_intermediate_size": 8,
         "moe_shared_expert_intermediate_size": 8,
-        "num_experts_per_tok": 1,
+        "num_experts_per_tok": 2,
     },
     "mamba2": {
         "vocab_size": 32,
@@ -112,7 +112,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "state_size": 4,
         "num_heads": 8,
         "head_dim": 4,
-        "n_groups": 2,
+        "n_groups": 1,
         "tie_word_embeddings": False,
     },
 }

@@ -53,6 +53,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama4_text": {"experts": True, "llama4": True, "rotary_interleaved": True},
     "ernie4_5_moe": {"experts": True, "rotary_interleaved": True, "ernie": True},
     "exaone_moe": {"experts": True, "qk_norm": True, "sigmoid": True},
+    "mamba2": {"mamba": True},
+    "nemotron_h": {"mamba": True, "experts": True, "sigmoid": True, "squared": True},
     "t5": {"t5": True},
     "mt5": {"t5": True},
     "bert": {"bert": True, "layer": "PostNorm"},
@@ -61,9 +63,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def main(names: list[str]) -> None:
-    from . import megatron_core, megatron_cpu
+    from . import megatron_core, megatron_cpu, megatron_mamba
 
     megatron_cpu.patch()
+    megatron_mamba.patch()
     with tempfile.TemporaryDirectory() as folder, megatron_cpu.OnCPU():
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
         megatron_core.start(megatron_core.MegatronSpec())
@@ -132,6 +135,10 @@ def _megatron(name: str, sizes: dict[str, Any], config: Any, tied: bool) -> Any:
         return _t5(made, sizes, tied)
     if about.get("bert"):
         return _bert(made, about)
+    if about.get("mamba"):
+        from . import megatron_mamba
+
+        return megatron_mamba.build(made, sizes.get("layers_block_type", ["mamba"] * 2), tied)
     turning = getattr(config, "rope_parameters", None) or {}
     turning = turning.get("full_attention", turning)  # (Gemma 3 has two)
     spec = get_gpt_decoder_block_spec(
@@ -268,6 +275,12 @@ def _config(sizes: dict[str, Any], config: Any, about: dict[str, Any]) -> Any:
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
     }
+    if about.get("mamba"):
+        names = {"state_dim": "state_size", "head_dim": "head_dim", "num_heads": "num_heads", "num_groups": "n_groups"}
+        hybrid = {"state_dim": "ssm_state_size", "head_dim": "mamba_head_dim", "num_heads": "mamba_num_heads"}
+        names |= hybrid if "ssm_state_size" in sizes else {}
+        values |= {f"mamba_{one}": sizes[name] for one, name in names.items()}
+        values["num_layers"] = sizes["num_hidden_layers"]
     scale = getattr(config, "query_pre_attn_scalar", None)
     if about.get("t5") or scale:
         values["softmax_scale"] = scale**-0.5 if scale else 1.0
@@ -289,7 +302,7 @@ def _config(sizes: dict[str, Any], config: Any, about: dict[str, Any]) -> Any:
             "moe_apply_probs_on_input": about.get("llama4", False),
             "moe_router_pre_softmax": about.get("pre_softmax", False),
             "moe_router_topk_scaling_factor": getattr(config, "routed_scaling_factor", None),
-            "moe_layer_freq": [int(n >= dense) for n in range(2)],
+            "moe_layer_freq": 1 if about.get("mamba") else [int(n >= dense) for n in range(2)],
             "moe_grouped_gemm": False,
         }
         if {

@@ -12,7 +12,7 @@ from ...core.index import Index
 from ...core.placement import Placement
 from ...core.specs import TensorSpec, renamed
 from ...errors import Problem
-from ..megatron import flag, is_gated, stack_of
+from ..megatron import flag, is_gated, number, stack_of
 from ..tables import pattern
 from . import choose, mtp
 from .gguf import from_gguf
@@ -229,6 +229,12 @@ def _unlike(meta: Mapping[str, Any], model: Builtin | None) -> list[Problem]:
         here, there = ("neighbouring rows", "two halves")[:: 1 if turned else -1]
         lines.append(
             f"args.rotary_interleaved: rotary embeddings turn {here} of each head of q and k, those of {name} {there}"
+        )
+    groups = number(args, "mamba_num_groups")
+    if groups is not None and groups > 1 and model is not None and model.model == "mamba2":
+        lines.append(
+            f"args.mamba_num_groups: the norm behind a mixer is over {groups} groups of columns, {name}'s over all of "
+            "them (modeling_mamba2.py MambaRMSNormGated); nemotron_h has groups, too"
         )
     return [Problem("unlike-values", line) for line in lines]
 
