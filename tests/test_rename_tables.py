@@ -736,7 +736,20 @@ def test_transformers_loads_what_came_back(tmp_path: Path, model: str) -> None:
 @pytest.mark.full
 def test_logits_of_megatrons_models_are_those_of_transformers() -> None:
     need("transformers", "megatron")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.writers.megatron_logits"]
-    done = subprocess.run(command, text=True, capture_output=True, cwd=Path(__file__).resolve().parents[1], check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed_by("megatron_logits")
     assert all(far < 1e-4 for far in found.values()), found
+
+
+@pytest.mark.full
+def test_megatrons_models_have_the_names_of_layers_that_predict_further_tokens() -> None:
+    need("transformers", "megatron")
+    found = printed_by("megatron_mtp")
+    assert found and not any(found.values()), found
+
+
+def printed_by(module: str) -> dict[str, Any]:
+    """What a module of tests/writers prints last, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.writers.{module}"]
+    done = subprocess.run(command, text=True, capture_output=True, cwd=Path(__file__).resolve().parents[1], check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -19,7 +19,7 @@ _FALCON = {"gelu": True, "add_bias_linear": False}
 _GEMMA = {"norm": "LessOneRMS", "tanh": True, "scaled": True}
 _DELTA = {"norm": "LessOneRMS", "qk_norm": True, "delta": True, "moe_shared_expert_gate": True}
 _LATENT = {"mla": True, "experts": True, "qk_norm": True}
-# `model_type` -> what is not as in Llama: options of `_config`
+# `model_type` -> what is not as in Llama: options of `config_of`
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {},
@@ -130,7 +130,7 @@ def _megatron(name: str, sizes: dict[str, Any], config: Any, tied: bool) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     about = MODELS[name]
-    made = _config(sizes, config, about)
+    made = config_of(sizes, config, about)
     if about.get("t5"):
         return _t5(made, sizes, tied)
     if about.get("bert"):
@@ -233,7 +233,7 @@ def _bert(made: Any, about: dict[str, Any]) -> Any:
     return model
 
 
-def _config(sizes: dict[str, Any], config: Any, about: dict[str, Any]) -> Any:
+def config_of(sizes: dict[str, Any], config: Any, about: dict[str, Any]) -> Any:
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from torch.nn import functional as F  # noqa: N812
 
