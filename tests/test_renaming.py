@@ -252,8 +252,10 @@ def test_an_mlp_without_a_gate_is_not_cut_in_halves(tmp_path: Path, bias: bool, 
     plain = {
         "decoder.layers.0.mlp.linear_fc1.weight": torch.randn(10, 12),
         "decoder.layers.0.mlp.linear_fc2.weight": torch.randn(12, 10),
+        "decoder.layers.0.pre_mlp_layernorm.weight": torch.randn(12),
     }
-    view = of_megatron(tmp_path, plain | ({"decoder.final_layernorm.bias": torch.randn(12)} if bias else {}))
+    names = ("decoder.final_layernorm", "decoder.layers.0.self_attention.linear_proj") if bias else ()
+    view = of_megatron(tmp_path, plain | {f"{one}.bias": torch.randn(12) for one in names})
     there = view.rename("hf")
     assert there.problems == view.problems
     same(there[name][...], plain["decoder.layers.0.mlp.linear_fc1.weight"], "whole")

@@ -16,7 +16,7 @@ from ..core.fragments import fragments_of
 from ..core.placement import Part, Placement
 from ..core.specs import TensorSpec
 from .merge import Merge, Rule, Source, concatenated, decide, in_parts, replicated
-from .rename.rewrite import Heads
+from .rename.pieces import Heads
 from .tables import pattern
 
 Known = tuple[Placement, str]  # the placement of a shard in its tensor, and the evidence for it

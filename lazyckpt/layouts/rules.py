@@ -21,7 +21,7 @@ from .llama import llama_rules
 from .megatron import is_gated, megatron_rules, second_matrix, stack_of
 from .merge import Rule, Source, concatenated, in_parts, replicated, user_rules
 from .rename.apply import heads_of
-from .rename.rewrite import Heads
+from .rename.pieces import Heads
 from .stages import is_stack
 from .tables import pattern, patterns
 from .universal import universal_rules

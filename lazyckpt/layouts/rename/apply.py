@@ -12,11 +12,12 @@ from ...core.index import Index
 from ...core.placement import Placement
 from ...core.specs import TensorSpec, renamed
 from ...errors import Problem
-from ..megatron import flag, is_gated, stack_of
+from ..megatron import flag, is_gated, number, stack_of
 from ..tables import pattern
 from . import choose, mtp
 from .gguf import from_gguf
-from .rewrite import Heads, Report, new_names, rename
+from .pieces import Heads
+from .rewrite import Report, new_names, rename
 from .table import Builtin, Entry, builtin, less_one_models, table
 
 # -- Split the arrays of megatron-core's GroupedMLP, each with all experts, into matrices like those of SequentialMLP.
@@ -57,9 +58,14 @@ def _apart(spec: TensorSpec, count: int) -> Iterator[TensorSpec]:
 
 # -- Build the index under the names of a table.
 
+_VALUES = ("weights", "fp32", "ema")  # states that have values of parameters
 _HEAD = "output_layer.weight"
 _TIED = {
-    "lm_head.weight": ("model.embed_tokens.weight", "transformer.wte.weight", "backbone.embeddings.weight"),
+    "lm_head.weight": (
+        *("model.embed_tokens.weight", "transformer.wte.weight", "backbone.embeddings.weight", "shared.weight"),
+        *("transformer.word_embeddings.weight", "model.language_model.embed_tokens.weight"),
+    ),
+    "cls.predictions.decoder.weight": ("bert.embeddings.word_embeddings.weight",),
     "embed_out.weight": ("gpt_neox.embed_in.weight",),
 }
 
@@ -95,12 +101,12 @@ def renamed_index(
     if which == "hf" and not reverse and index.format == "gguf":
         return from_gguf(index, states)
     args = getattr(index.meta.get("args"), "__dict__", {})
-    heads = heads_of(index.meta)
+    heads = all_heads_of(index.meta)
     every = {name: spec for state in reversed(list(states.values())) for name, spec in state.items()}
     whole = _Whole(index.states.values())  # not only what the view shows of the model
     back, model = reverse, builtin(which) if isinstance(which, str) else None
     if which == "hf":
-        model = choose.of_model(index.meta) or choose.hugging_face(whole, index.meta.get("args"), heads)
+        model = choose.of_model(index.meta) or choose.hugging_face(whole, index.meta.get("args"), heads[""])
     elif which == "megatron":
         model, back = choose.of_model(index.meta) or choose.megatron(whole), not reverse
     entries = table(which if model is None else model.name)
@@ -109,15 +115,23 @@ def renamed_index(
     layers = mtp.layers_of(index.meta)
     if not back and mtp.has_mtp(entries):
         states = mtp.as_decoder(states, layers)
+    inner = mtp.per_layer(every, back) if mtp.is_hybrid(entries) else None
+    if inner is None and mtp.is_hybrid(entries):  # (nothing to rename, or not known how)
+        entries = [entry for entry in entries if not entry.left.startswith("mtp.")]
+    if not back and inner is not None:
+        states = mtp.flattened(states, inner)
     report, gated = Report(), is_gated(index.meta.get("args"))
     # (Transformer Engine's models are saved under their own names, those of the local spec under others)
     stacked = args.get("transformer_impl") == "transformer_engine"
     counts = {name: spec.shape[0] for name, spec in every.items() if spec.shape}
     found = {
-        state: rename(specs, entries, heads, back, report, stacked, gated, counts) for state, specs in states.items()
+        state: rename(specs, entries, heads, back, report, stacked, gated, counts, values=state in _VALUES)
+        for state, specs in states.items()
     }
     if back and mtp.has_mtp(entries):
         found = mtp.from_decoder(found, layers)
+    if back and inner is not None:
+        found = mtp.nested(found, inner)
     tied = args.get("untie_embeddings_and_output_weights") is False
     aliases = {
         new: report.one.get(owner, owner)
@@ -131,22 +145,69 @@ def renamed_index(
     return replace(index, states=found, aliases=aliases, problems=problems, unreadable=unreadable, layout=None)
 
 
+def all_heads_of(meta: Mapping[str, Any]) -> dict[str, Heads | None]:
+    """Return the heads of the language model (""), of its delta nets and of a vision tower, as far as known."""
+    args = getattr(meta.get("args"), "__dict__", None)
+    config = _config(meta)
+    vision = _model(config).get("vision_config", (args or {}).get("vision_config"))
+    return {
+        "": heads_of(meta),
+        "delta": _delta_heads(_text(config) if args is None else args),
+        "vision": _heads_in(vision, tower=True) if isinstance(vision, dict) else None,
+    }
+
+
 def heads_of(meta: Mapping[str, Any]) -> Heads | None:
     """Return the heads by Megatron's args or Hugging Face's config; None if neither has them."""
     args = getattr(meta.get("args"), "__dict__", None)
-    if args is not None:
-        heads, dim = args.get("num_attention_heads"), args.get("kv_channels")
-        groups = args.get("num_query_groups") if args.get("group_query_attention") else heads
-        hidden = args.get("hidden_size")
-    else:
-        config = meta.get("config")
-        config = config.get("text_config", config) if isinstance(config, dict) else {}
-        heads = config.get("num_attention_heads", config.get("n_head"))
-        groups = config.get("num_key_value_heads", heads)
-        dim, hidden = config.get("head_dim"), config.get("hidden_size", config.get("n_embd"))
+    if args is None:
+        return _heads_in(_text(_config(meta)))
+    heads = args.get("num_attention_heads")
+    groups = args.get("num_query_groups") if args.get("group_query_attention") else heads
+    return _heads(heads, groups, args.get("kv_channels"), args.get("hidden_size"))
+
+
+def _config(meta: Mapping[str, Any]) -> dict[str, Any]:
+    config = meta.get("config")
+    return config if isinstance(config, dict) else {}
+
+
+def _model(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of the model that reads; of Qwen-Omni another one speaks."""
+    found = config.get("thinker_config", config)
+    return found if isinstance(found, dict) else {}
+
+
+def _text(config: dict[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of the language model."""
+    config = _model(config)
+    found = next((config[name] for name in ("text_config", "llm_config") if name in config), config)
+    return found if isinstance(found, dict) else {}
+
+
+def _heads_in(config: Mapping[str, Any], *, tower: bool = False) -> Heads | None:
+    def first(*names: str) -> Any:
+        return next((config[name] for name in names if name in config), None)
+
+    heads = first(
+        "num_attention_heads", "n_head", *(("num_heads",) if tower or "d_kv" in config else ())
+    )  # not Mamba's
+    groups = first("num_key_value_heads")
+    dim, hidden = first("head_dim", "d_kv"), first("embed_dim", "hidden_size", "n_embd", "d_model")
+    return _heads(heads, heads if groups is None else groups, dim, hidden)
+
+
+def _heads(heads: Any, groups: Any, dim: Any, hidden: Any) -> Heads | None:
     if dim is None and _counts(heads, hidden):
         dim = hidden // heads
     return Heads(heads, groups, dim) if _counts(heads, groups, dim) else None
+
+
+def _delta_heads(config: Mapping[str, Any]) -> Heads | None:
+    """Return the heads of gated delta nets, which Megatron's args and Hugging Face's config name alike."""
+    names = ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")
+    found: list[Any] = [config.get(f"linear_{name}") for name in names]
+    return Heads(*found) if _counts(*found) else None
 
 
 def _unlike(meta: Mapping[str, Any], model: Builtin | None) -> list[Problem]:
@@ -168,6 +229,12 @@ def _unlike(meta: Mapping[str, Any], model: Builtin | None) -> list[Problem]:
         here, there = ("neighbouring rows", "two halves")[:: 1 if turned else -1]
         lines.append(
             f"args.rotary_interleaved: rotary embeddings turn {here} of each head of q and k, those of {name} {there}"
+        )
+    groups = number(args, "mamba_num_groups")
+    if groups is not None and groups > 1 and model is not None and model.model == "mamba2":
+        lines.append(
+            f"args.mamba_num_groups: the norm behind a mixer is over {groups} groups of columns, {name}'s over all of "
+            "them (modeling_mamba2.py MambaRMSNormGated); nemotron_h has groups, too"
         )
     return [Problem("unlike-values", line) for line in lines]
 

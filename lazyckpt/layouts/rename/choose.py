@@ -12,25 +12,33 @@ from typing import Any
 from ...core.specs import TensorSpec
 from ...errors import FormatError, some
 from ..megatron import is_gated, second_matrix
-from .rewrite import Heads
-from .table import Builtin, Entry, builtin, known, models, pattern, table
+from .pieces import Heads
+from .table import Builtin, Entry, builtin, chosen, matched, models, table, why_not
 
 _DIGITS = re.compile(r"(?<=\.)\d+(?=\.|$)|(?<=\.weight)\d+$|(?<=\.bias)\d+$")
+# in a model_config.yaml: NeMo 1 saves Falcon with a layer of its own, which has names of megatron-core's other models
+_FALCON = "megatron_falcon_gpt"
 _ASK = "or name a table: view.rename('llama')"
 
 
 def of_model(meta: Mapping[str, Any]) -> Builtin | None:
     """Return the table for the `model_type` of config.json; None if there is no config.json, or it says none.
 
+    The configuration of NeMo 1 decides for Falcon.
+
     Raises FormatError if there is no table for it.
     """
-    config = meta.get("config")
+    config, nemo = meta.get("config"), meta.get("model_config")
+    if isinstance(nemo, dict) and nemo.get("name") == _FALCON:
+        return builtin("falcon")
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str):
         return None
     if kind not in models():
+        why = why_not(kind)
         raise FormatError(
-            f"config.json: there is no table of names for model_type {kind!r:.80}; there are {', '.join(models())}. "
+            f"config.json: there is no table of names for model_type {kind!r:.80}{why and f' ({why})'}; there are "
+            f"{', '.join(models())}. "
             "Give a table of your own, view.rename({...}), " + _ASK
         )
     return builtin(kind)
@@ -45,7 +53,7 @@ def hugging_face(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None
     if name is None:
         raise FormatError(
             f"no architecture with a table is like this model ({some(list(specs), 3)}); there are "
-            f"{', '.join(known())}. Give a table of your own, view.rename({{...}}), " + _ASK
+            f"{', '.join(chosen())}. Give a table of your own, view.rename({{...}}), " + _ASK
         )
     if name == "nemotron" and not any(n.endswith((".layer_norm_bias", "layernorm.bias")) for n in specs):
         return Builtin(name, "arcee")  # (the same names, with RMSNorm)
@@ -54,20 +62,27 @@ def hugging_face(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None
 
 def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> str | None:
     text = "\n".join(specs)
+    if any(name.startswith("encoder.layers.") for name in specs):
+        return _encoder(text)
     gated, experts, norms = _gated(specs, args), ".mlp.experts." in text, "layernorm.bias" in text
-    if any(name.startswith("language_model.decoder.") for name in specs):  # (one of several, with a vision tower)
+    if any(name.startswith(("language_model.", "thinker.")) for name in specs):  # (one of several, with a tower)
         return None
+    if ".mamba_mixer.in_proj." in text:
+        return "falcon_h1"
     if ".mixer.in_proj." in text:
         return "nemotron_h"
+    if ".self_attention.in_proj." in text:  # (Qwen3-Next or 3.5)
+        return None
     if ".linear_kv_down_proj." in text:
         norm = ".kv_layernorm." in text or ".linear_kv_up_proj.layer_norm_" in text
-        return "deepseek" if gated and norm else None
+        return "deepseek" if gated and norm and ".indexer." not in text else None
     if ".softmax_offset" in text:
         return "gpt_oss" if gated and experts else None
     if ".post_self_attn_layernorm." in text or ".post_mlp_layernorm." in text:
         return "glm4" if gated and not experts else None
     if ".post_layernorm." in text or ".post_feedforward_layernorm." in text:
-        return "gemma2" if gated and not experts else None
+        before = ".input_layernorm." in text or ".linear_qkv.layer_norm_" in text
+        return None if experts or not gated else "gemma2" if before else "exaone4"
     if gated and experts:
         return _mixture(text)
     if gated:
@@ -75,14 +90,30 @@ def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> 
     if experts:
         return None
     if "embedding.position_embeddings." in text:
-        return "gpt2"
-    many = heads is None or heads.queries == heads.groups  # GPT-NeoX has no groups
-    return "gpt_neox" if many and norms and "decoder.final_layernorm.bias" in text else "nemotron"
+        groups = 1 if heads is None else heads.groups
+        return "gpt2" if heads is None or groups == heads.queries else "gpt_bigcode" if groups == 1 else None
+    if ".pre_mlp_layernorm." not in text and ".linear_fc1.layer_norm_" not in text:  # (no layers as megatron-core's)
+        return None
+    if ".self_attention.linear_proj.bias" not in text:
+        return "nemotron"
+    alone = heads is not None and heads.queries == heads.groups  # StarCoder 2 has groups, GPT-NeoX has none
+    return "gpt_neox" if alone and norms and "decoder.final_layernorm.bias" in text else None
+
+
+def _encoder(text: str) -> str | None:
+    """Return the family of a model with an encoder."""
+    if ".cross_attention." in text:
+        return "t5" if "encoder_relative_pos_emb." in text else None
+    if "embedding.tokentype_embeddings." not in text:
+        return None
+    return "bert" if ".post_att_layernorm." in text else "megatron_bert"
 
 
 def _mixture(text: str) -> str | None:
-    if ".shared_experts." in text:
-        return "qwen_moe" if ".shared_experts.gate_weight" in text else "glm_moe"
+    if ".shared_experts.gate_weight" in text:
+        return "qwen_moe"
+    if ".shared_experts." in text:  # (Llama 4, ERNIE, EXAONE, dots and others have no such bias)
+        return "glm_moe" if ".linear_qkv.bias" in text and ".router.expert_bias" in text else None
     if ".router.expert_bias" in text:  # (several families, which name it differently)
         return None
     if ".q_layernorm." in text:
@@ -97,18 +128,18 @@ def megatron(specs: Mapping[str, TensorSpec]) -> Builtin:
     """
     names = {_DIGITS.sub("0", name): name for name in specs}
     results = {}
-    for name in known():
+    for name in chosen():
         entries = table(name)
-        found = {short: _result(short, entries, names) for short in names}
+        found = {short: _result(short, entries, names, specs) for short in names}
         needed = Builtin(name, name).needs
-        if all(any(pattern(one).fullmatch(short) for short in names) for one in needed):
+        if all(any(matched(short, one) for short in names) for one in needed):
             results[name] = {short: line for short, line in found.items() if line is not None}
     most = max(map(len, results.values()), default=0)
     best = [name for name, result in results.items() if len(result) == most]
     if not most:
         raise FormatError(
             f"no table has names such as {some(list(specs), 3)} on the side of Hugging Face; there are "
-            f"{', '.join(known())}. Give a table of your own: view.rename({{...}}, reverse=True)"
+            f"{', '.join(chosen())}. Give a table of your own: view.rename({{...}}, reverse=True)"
         )
     if any(results[name] != results[best[0]] for name in best):
         raise FormatError(
@@ -118,20 +149,32 @@ def megatron(specs: Mapping[str, TensorSpec]) -> Builtin:
     return Builtin(best[0], best[0])
 
 
-def _result(name: str, entries: list[Entry], names: Mapping[str, str]) -> tuple[Any, ...] | None:
+def _result(
+    name: str, entries: list[Entry], names: Mapping[str, str], specs: Mapping[str, TensorSpec]
+) -> tuple[Any, ...] | None:
     """Return what becomes of a name on the right side, or () for one of the left side, which stays; None if the table
     has no entry whose names are all there."""
     for entry in entries:
-        if pattern(entry.left).fullmatch(name):
+        if matched(name, entry.left):
             return ()
         for right in entry.right:
-            match = pattern(right).fullmatch(name)
+            match = matched(name, right)
             if match is None or not all(one.format(**match.groupdict()) in names for one in entry.right):
                 continue
             if entry.beside and entry.beside.format(**match.groupdict()) not in names:
                 continue
+            if len(entry.right) == 1 and not _lies_so(name, entry, names, specs):
+                continue
             return entry.left, entry.right.index(right), entry.cut, entry.transpose, entry.stack
     return None
+
+
+def _lies_so(name: str, entry: Entry, names: Mapping[str, str], specs: Mapping[str, TensorSpec]) -> bool:
+    """Return whether a matrix is [in, out] or [out, in] as an entry says, if its bias tells it."""
+    head, _, last = name.rpartition(".")
+    bias = names.get(f"{head}.bias") if last == "weight" else None
+    shape, length = specs[names[name]].shape, () if bias is None else specs[bias].shape
+    return len(shape) != 2 or len(length) != 1 or shape[1 if entry.transpose else 0] == length[0]
 
 
 def _gated(specs: Mapping[str, TensorSpec], args: Any) -> bool:

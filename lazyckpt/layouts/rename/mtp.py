@@ -6,8 +6,12 @@ DeepSeek V3, whose decoder has the layers 0 to 60. Its transformer layer is ``tr
 `final_layernorm`) as if it were a layer of the decoder. Megatron's names get that form before a table is applied, or
 lose it afterwards.
 
-Sources: Megatron-Bridge src/megatron/bridge/models/deepseek/common.py and glm/glm45_bridge.py, mbridge
-mbridge/models/deepseek_v3.py `_convert_mtp_param`.
+Of Nemotron-H each such layer has a few layers of its own, ``mtp.layers.0.mtp_model_layer.layers.1``. At Hugging Face
+all of them have one number, ``mtp.layers.1``. What a layer has in addition is with its first one there, the last norm
+with its last one. The tables have the names with one number.
+
+Sources: Megatron-Bridge src/megatron/bridge/models/deepseek/common.py, glm/glm45_bridge.py and
+nemotronh/nemotron_h_bridge.py `_MTPFlatteningMapping`, mbridge mbridge/models/deepseek_v3.py `_convert_mtp_param`.
 """
 
 from __future__ import annotations
@@ -100,6 +104,77 @@ def _apart(name: str, layers: int, inner: str) -> str:
     tail = name[match.end() :]
     own = tail.partition(".")[0] in _OWN
     return f"mtp.layers.{int(match[1]) - layers}.{tail if own else f'{inner}.{tail}'}"
+
+
+# -- Nemotron-H
+
+
+def is_hybrid(entries: Iterable[Entry]) -> bool:
+    """Return whether a table has names for layers that have layers of their own."""
+    return any(entry.left.startswith("mtp.") and ".mixer." in entry.left for entry in entries)
+
+
+def per_layer(names: Iterable[str], back: bool) -> int | None:
+    """Return how many layers each MTP layer has, by Megatron's names, or ``back`` by those of Hugging Face.
+
+    None if there are none, or if the names do not say it.
+    """
+    found = [match for name in names if (match := pattern("megatron.mtp_layer").fullmatch(name))]
+    if not back:
+        inner = [one for match in found if (one := pattern("megatron.mtp_inner").match(match[2]))]
+        return 1 + max(int(one[2]) for one in inner) if inner else None
+    first = sorted({int(match[1]) for match in found if match[2].startswith("eh_proj.")})
+    last = sorted({int(match[1]) for match in found if match[2].startswith("final_layernorm.")})
+    count = 1 + max((int(match[1]) for match in found), default=-1)
+    size = count // len(first) if first and count % len(first) == 0 else 0
+    fits = first == list(range(0, count, size or 1)) and last == [number + size - 1 for number in first]
+    return size if size and fits else None
+
+
+def flattened(states: Mapping[str, Mapping[str, TensorSpec]], size: int) -> dict[str, dict[str, TensorSpec]]:
+    """Return Megatron's tensors with one number for the layers of all MTP layers, of which each has ``size``."""
+    return {
+        state: {(new := _flat(name, size)): renamed(one, new) for name, one in specs.items()}
+        for state, specs in states.items()
+    }
+
+
+def _flat(name: str, size: int) -> str:
+    """Return the name of a tensor with one number.
+
+    >>> _flat("mtp.layers.1.mtp_model_layer.layers.1.mixer.D", 2), _flat("mtp.layers.1.final_layernorm.weight", 2)
+    ('mtp.layers.3.mixer.D', 'mtp.layers.3.final_layernorm.weight')
+    """
+    match = pattern("megatron.mtp_layer").fullmatch(name)
+    if match is None:
+        return name
+    inner = pattern("megatron.mtp_inner").match(match[2])
+    if inner is not None:
+        return f"mtp.layers.{int(match[1]) * size + int(inner[2])}.{match[2][inner.end() :]}"
+    at = size - 1 if match[2].startswith("final_layernorm.") else 0
+    return f"mtp.layers.{int(match[1]) * size + at}.{match[2]}"
+
+
+def nested(states: Mapping[str, Mapping[str, TensorSpec]], size: int) -> dict[str, dict[str, TensorSpec]]:
+    """Return Megatron's tensors with two numbers for the layers of MTP layers, of which each has ``size``."""
+    return {
+        state: {(new := _two(name, size)): renamed(one, new) for name, one in specs.items()}
+        for state, specs in states.items()
+    }
+
+
+def _two(name: str, size: int) -> str:
+    """Return the name of a tensor with two numbers.
+
+    >>> _two("mtp.layers.3.mixer.D", 2), _two("mtp.layers.3.final_layernorm.weight", 2)
+    ('mtp.layers.1.mtp_model_layer.layers.1.mixer.D', 'mtp.layers.1.final_layernorm.weight')
+    """
+    match = pattern("megatron.mtp_layer").fullmatch(name)
+    if match is None:
+        return name
+    outer, inner = divmod(int(match[1]), size)
+    own = match[2].partition(".")[0] in _OWN
+    return f"mtp.layers.{outer}.{match[2]}" if own else f"mtp.layers.{outer}.{_INNER[1]}.layers.{inner}.{match[2]}"
 
 
 def _renamed(specs: Mapping[str, TensorSpec], new: Callable[[str], str]) -> dict[str, TensorSpec]:
