@@ -229,6 +229,7 @@ def _read(source: Source) -> Index:
     if "scheduler" in kinds and "optimizer" not in kinds:
         line = "there is no file of optimizer states, although there is one of a learning rate scheduler"
         problems.append(Problem("missing-optimizer", line))
+    problems += _of_other_steps(members)
     state = meta.get("trainer_state")
     if isinstance(state, dict) and "global_step" in state:
         members.append(((), _only_meta({"step": state["global_step"]})))
@@ -281,6 +282,26 @@ def _member(store: Store, part: Part) -> tuple[Path, Member]:
     if set(held.meta) == {""}:  # the file has a single object instead of a dict
         return (), replace(held, tensors=_below(held.tensors, part.place), **_object(part.place, held.meta[""]))
     return (part.place,), held
+
+
+def _of_other_steps(members: Sequence[tuple[Path, Member]]) -> Iterator[Problem]:
+    """Yield a problem for each optimizer whose learning rates are not those that its scheduler has set last
+    (torch/optim/lr_scheduler.py `LRScheduler.step`: ``_last_lr`` has the rate of each group)."""
+    metas = {base[0]: member.meta for base, member in members if len(base) == 1}
+    for place, meta in metas.items():
+        if not str(place).startswith("optimizer"):
+            continue
+        scheduler = str(place).replace("optimizer", "scheduler")
+        groups, set_last = meta.get("param_groups"), metas.get(scheduler, {}).get("_last_lr")
+        if not (isinstance(groups, list) and isinstance(set_last, list) and len(groups) == len(set_last)):
+            continue
+        rates = [group.get("lr") if isinstance(group, dict) else None for group in groups]
+        if all(type(rate) is float for rate in (*rates, *set_last)) and rates != set_last:
+            line = (
+                f"the learning rates of {place} ({some(map(str, rates))}) are not those that {scheduler} has set last "
+                f"({some(map(str, set_last))}): one of the two files may be of another step"
+            )
+            yield Problem("inconsistent-metadata", line)
 
 
 def _made_by_the_trainer(members: Sequence[tuple[Path, Member]]) -> bool:
