@@ -45,13 +45,14 @@ WRITERS: dict[str, tuple[str, Callable[[Any, Path], Any]]] = {
     "dcp": ("dcp", lambda view, dest: view.to_dcp(dest, memory="64MiB")),
     "universal": ("universal", lambda view, dest: view.to_universal(dest, memory="64MiB")),
     "gguf": ("x.gguf", lambda view, dest: gguf_models.to_gguf(view, dest, dtype="f32", memory="64MiB")),
+    "gguf quantized": ("q.gguf", lambda view, dest: gguf_models.to_gguf(view, dest, dtype="q8_0", memory="64MiB")),
 }
 
 
 @pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory) -> Path:
     g = torch.Generator().manual_seed(0)
-    weights = {f"layers.{n}.w": torch.randn(40, 60 + n, generator=g) for n in range(40)}
+    weights = {f"layers.{n}.w": torch.randn(40 + n, 64 if n % 4 else 60, generator=g) for n in range(40)}
     weights |= {"b": torch.randn(1001, generator=g).bfloat16(), "n": torch.tensor(7), "empty": torch.empty(0, 3)}
     state = {
         n: {kind: torch.randn(t.shape, generator=g) for kind in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(4.0)}
@@ -207,7 +208,7 @@ def compared(source: Path, dest: Path, name: str) -> None:
     truth = torch.load(source, weights_only=True)
     weights = truth["model"]
     view = lazyckpt.open(dest)
-    if name == "gguf":
+    if name.startswith("gguf"):
         gguf_models.compared(view, weights)
         return
     assert set(view) == set(weights) and not view.problems

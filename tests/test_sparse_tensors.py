@@ -25,7 +25,16 @@ from .lanes import rounds
 from .test_expr import bits, read_in, same_bits
 
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +57,12 @@ def _coo(shape: tuple[int, ...], rank: int, count: int, dtype: torch.dtype, seed
 
 
 def _compressed(
-    layout: torch.layout, batches: tuple[int, ...], matrix: tuple[int, int], dense: tuple[int, ...], dtype: torch.dtype, seed: int
+    layout: torch.layout,
+    batches: tuple[int, ...],
+    matrix: tuple[int, int],
+    dense: tuple[int, ...],
+    dtype: torch.dtype,
+    seed: int,
 ) -> torch.Tensor:
     """A tensor of a compressed layout. All matrices of a batch have as many values."""
     g = torch.Generator().manual_seed(seed)
@@ -124,9 +138,13 @@ def test_parts_are_parts_of_the_whole(saved: tuple[Path, dict[str, torch.Tensor]
     name = data.draw(st.sampled_from(list(truth)))
     key = data.draw(keys(tuple(truth[name].shape)))
     part = lazyckpt.open(path)[name][key]
-    expected = torch.from_numpy(np.array(index(bits(truth[name]).numpy(), key))) if not truth[name].is_complex() else None
+    expected = (
+        torch.from_numpy(np.array(index(bits(truth[name]).numpy(), key))) if not truth[name].is_complex() else None
+    )
     if expected is None:
-        assert torch.equal(torch.view_as_real(part), torch.view_as_real(torch.from_numpy(np.array(index(truth[name].numpy(), key)))))
+        assert torch.equal(
+            torch.view_as_real(part), torch.view_as_real(torch.from_numpy(np.array(index(truth[name].numpy(), key))))
+        )
     else:
         assert torch.equal(bits(part), expected.view(bits(part).shape)), (name, key)
 
@@ -150,9 +168,13 @@ def test_a_row_reads_its_values(tmp_path: Path) -> None:
 def _hostile() -> dict[str, torch.Tensor]:
     ones, i = torch.ones, torch.tensor
 
-    def compressed(starts: Any, numbers: Any, shape: tuple[int, int], layout: torch.layout = torch.sparse_csr) -> torch.Tensor:
+    def compressed(
+        starts: Any, numbers: Any, shape: tuple[int, int], layout: torch.layout = torch.sparse_csr
+    ) -> torch.Tensor:
         values = ones(len(numbers))
-        return torch.sparse_compressed_tensor(i(starts), i(numbers), values, shape, layout=layout, check_invariants=False)
+        return torch.sparse_compressed_tensor(
+            i(starts), i(numbers), values, shape, layout=layout, check_invariants=False
+        )
 
     def coo(where: Any, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.sparse_coo_tensor(i(where), ones(len(where[0])), shape, check_invariants=False)

@@ -39,7 +39,9 @@ def _modules(flat: bool) -> dict[str, dict[str, tuple[str, ...]]]:
     }
 
 
-def write(folder: Path, flat: bool = False, along_rows: bool = False, name: str = "final_rank-{:08d}-of-{:08d}.pth") -> Any:
+def write(
+    folder: Path, flat: bool = False, along_rows: bool = False, name: str = "final_rank-{:08d}-of-{:08d}.pth"
+) -> Any:
     """Write a save of all ranks; return the tensors by state."""
     g = torch.Generator().manual_seed(3)
     truth = {
@@ -121,8 +123,12 @@ def test_files_of_the_trainer(tmp_path: Path) -> None:
     for rank in range(WORLD):
         state = torch.load(tmp_path / "whole" / f"final_rank-{rank:08d}-of-{WORLD:08d}.pth")
         about = state["shard_metadata"]
-        torch.save({"model": state["model"], "shard_metadata": about}, tmp_path / f"rank{rank}-of-{WORLD}-pytorch_model.bin")
-        torch.save({"optimizer": state["optimizer"], "shard_metadata": about}, tmp_path / f"rank{rank}-of-{WORLD}-optimizer.pt")
+        torch.save(
+            {"model": state["model"], "shard_metadata": about}, tmp_path / f"rank{rank}-of-{WORLD}-pytorch_model.bin"
+        )
+        torch.save(
+            {"optimizer": state["optimizer"], "shard_metadata": about}, tmp_path / f"rank{rank}-of-{WORLD}-optimizer.pt"
+        )
     view = lazyckpt.open(tmp_path)
     assert view.problems == ()
     _equal(view, truth)
@@ -147,7 +153,7 @@ def test_files_of_other_saves(tmp_path: Path) -> None:
     view = lazyckpt.open(tmp_path)
     assert [problem.code for problem in view.problems] == ["left-over-file"]
     write(tmp_path, name="epoch_1_rank-{}-of-{}.pth")
-    with pytest.raises(FormatError, match="several|saves"):
+    with pytest.raises(FormatError, match="saves"):
         lazyckpt.open(tmp_path)
 
 

@@ -275,8 +275,8 @@ _REFUSED = {
     # smdistributed/modelparallel/torch/checkpoint_utils.py `save_checkpoint`; how tensor-parallel ranks cut a module is
     # in the library, not in the files
     "smp_config.pt": (
-        "a partial checkpoint of SageMaker's model parallelism (smp.save_checkpoint), which is not read as a whole: load "
-        "it with that library and save it with partial=False, or open the file of one rank by its own path"
+        "a partial checkpoint of SageMaker's model parallelism (smp.save_checkpoint), which is not read as a whole: "
+        "load it with that library and save it with partial=False, or open the file of one rank by its own path"
     ),
 }
 

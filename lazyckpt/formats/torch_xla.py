@@ -126,7 +126,9 @@ def _chosen(source: Source, problems: list[Problem]) -> tuple[list[dict[int, str
             f"{source.where} has the rank files of {len(saves):,} saves ({some(some_names)}): put those of one save "
             "into a folder of their own"
         )
-    others = [n for save, kinds in saves.items() if save != found[0] for names in kinds.values() for n in names.values()]
+    others = [
+        n for save, kinds in saves.items() if save != found[0] for names in kinds.values() for n in names.values()
+    ]
     if others:
         line = f"{len(others):,} files are left over from another save and not read: {some(others)}"
         problems.append(Problem("left-over-file", line, only_one(others)))
@@ -157,8 +159,8 @@ def _ranks(
             continue
         if file.rank in found:
             raise CorruptError(
-                f"{source.where}: {path} and {found[file.rank].path} both say that they are of rank {file.rank}: one is "
-                "a copy of another file"
+                f"{source.where}: {path} and {found[file.rank].path} both say that they are of rank {file.rank}: one "
+                "is a copy of another file"
             )
         if file.rank != number:
             line = f"{path} is of rank {file.rank} by its own metadata, which is believed"
@@ -189,8 +191,8 @@ def _file(
     rank = cuts.get("rank")
     if type(rank) is not int or not 0 <= rank < world or cuts.get("world_size") != world:
         raise CorruptError(
-            f"{source.where}/{path}: its metadata say rank {rank!r:.20} of {cuts.get('world_size')!r:.20}, its name says "
-            f"that there are {world}: the file is of another save, or damaged"
+            f"{source.where}/{path}: its metadata say rank {rank!r:.20} of {cuts.get('world_size')!r:.20}, its name "
+            f"says that there are {world}: the file is of another save, or damaged"
         )
     specs = specs_of(file, plain, f"{path}/")
     files[path] = file.info
@@ -297,9 +299,7 @@ def _bare(name: str) -> str:
     return name
 
 
-def _whole(
-    own: Own, like: TensorSpec, pieces: Mapping[int, TensorSpec | None], lost: Mapping[int, str]
-) -> TensorSpec:
+def _whole(own: Own, like: TensorSpec, pieces: Mapping[int, TensorSpec | None], lost: Mapping[int, str]) -> TensorSpec:
     """Return a parameter, or a state of it, from the pieces of all ranks."""
     size, end = prod(like.shape), own.first + prod(own.shape)
     found: list[tuple[int, TensorSpec]] = []
@@ -325,7 +325,8 @@ def _whole(
 def _numbered(
     file: File, order: Sequence[tuple[Shape, list[Own]]], problems: list[Problem]
 ) -> dict[tuple[Any, str], tuple[Shape, list[Own]]]:
-    """Return what the numbers of optimizers stand for: (key of the optimizer, number) -> shape of the piece, parameters.
+    """Return what the numbers of optimizers stand for: (key of the optimizer, number) -> shape of the piece, and the
+    parameters in it.
 
     `torch.optim.Optimizer` numbers the parameters that it is given. With one group of all, that is the order of the
     model's state dict; nothing says what several groups had.
@@ -343,7 +344,10 @@ def _numbered(
         }
         numbers = list(map(str, ids)) if isinstance(ids, list) else []
         fits = len(numbers) == len(order) and all(
-            shape == piece for number, (piece, _) in zip(numbers, order, strict=False) for n, shape in shapes if n == number
+            shape == piece
+            for number, (piece, _) in zip(numbers, order, strict=False)
+            for n, shape in shapes
+            if n == number
         )
         if not fits:
             line = f"the parameters that {key!r} numbers are not known: its states are in view.stored only"

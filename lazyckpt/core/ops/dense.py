@@ -1,4 +1,4 @@
-"""Dense tensors of torch's sparse ones: coordinates and values (COO), or compressed rows or columns (CSR, CSC, BSR, BSC).
+"""Dense tensors of torch's sparse ones: of coordinates and values (COO), of compressed rows or columns (CSR, CSC, ...).
 
 The layouts: torch's documentation of torch.sparse; `torch.Tensor.to_dense` has the same bits. The places of the values
 are not known without the index tensors, so they are read once (`prepare`): of COO all, of the compressed layouts the

@@ -4,8 +4,8 @@ Writer: DataStates/datastates-llm, datastates/llm/checkpointing.py `Checkpointin
 llm/datastates/engines/engine_simple.py `SimpleCheckpointEngine.save_` (2025). A file has
 
 * the length of the header, 8 bytes, little-endian;
-* the header, a JSON object: the path of a tensor, joined by ``|``, to its dtype, shape and place; ``datastates_metadata``
-  has the place of the pickle. Places count from the end of the header;
+* the header, a JSON object: the path of a tensor, joined by ``|``, to its dtype, shape and place;
+  ``datastates_metadata`` has the place of the pickle. Places count from the end of the header;
 * the elements of the tensors, and a pickle of the object. In it, tensors in dicts and lists are texts: ``TENSOR|`` and
   the path.
 
@@ -87,8 +87,8 @@ def _header(file: Bytes, head: bytes, where: str) -> tuple[dict[str, Any], int, 
     begin = data + _place(where, _KEY, header.pop(_KEY, None))[0]
     if not 0 < file.size - begin <= _PICKLED:
         raise CorruptError(
-            f"{where}: the pickle of its object begins at byte {begin:,}, the file has {file.size:,}: it is damaged, or "
-            "was not written to its end"
+            f"{where}: the pickle of its object begins at byte {begin:,}, the file has {file.size:,}: it is damaged, "
+            "or was not written to its end"
         )
     return header, data, begin
 
@@ -103,8 +103,8 @@ def read_datastates(file: StoreFile, head: bytes) -> DataStates:
         first, last = _place(file.where, key, about)
         if last - first != tensors[key].storage.nbytes or data + last > file.size:  # type: ignore[union-attr]
             raise CorruptError(
-                f"{file.where}: {short(key)} is said to be at bytes {first:,} to {last:,} of the data, which its shape or "
-                f"the file's {file.size:,} bytes contradict: the file is damaged, or was not written to its end"
+                f"{file.where}: {short(key)} is said to be at bytes {first:,} to {last:,} of the data, which its shape "
+                f"or the file's {file.size:,} bytes contradict: the file is damaged, or was not written to its end"
             )
         records[key] = Record(file.start + data + first, last - first, None)
     pickle = Pickle(file.at(begin, file.size - begin), f"{file.where} (pickle)", REBUILD, persistent_storage)
