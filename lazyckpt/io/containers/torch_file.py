@@ -1,8 +1,8 @@
 """Index of torch.save files: the places of their tensors and the objects around them. Nothing in a file is executed.
 
 Zip files (torch >= 1.6): writer torch/serialization.py `_save` and caffe2/serialize/inline_container.cc. Legacy files:
-torch/serialization.py `_legacy_save`. Tar files of torch 0.1: `torch_tar`. Files of DataStates, which stand in for those
-of torch.save: `datastates`. Only pickles and the directories of zips and tars are read, no tensor data.
+torch/serialization.py `_legacy_save`. Tar files of torch 0.1: `torch_tar`. Files of DataStates, which stand in for
+those of torch.save: `datastates`. Only pickles and the directories of zips and tars are read, no tensor data.
 """
 
 from __future__ import annotations

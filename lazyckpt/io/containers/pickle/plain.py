@@ -287,14 +287,15 @@ class Plain:
             self._give(value, name, path)
         if made is None:
             return self._dict(value.parts, path, depth)
-        before = len(self.tensors)
+        names: dict[str, str] = {}
         for part, tensor in value.parts.items():
+            before = len(self.tensors)
             self._walk(tensor, (*path, part), depth)
-        names = list(islice(self.tensors, before, None))
-        self.parts += names
+            self.parts += islice(reversed(self.tensors), len(self.tensors) - before)  # the last ones
+            if isinstance(tensor, StoredTensor):
+                names[part] = self.parts[-1]
         if isinstance(made, Whole):
-            keys = [part for part, tensor in value.parts.items() if isinstance(tensor, StoredTensor)]
-            self.wholes[name] = made, dict(zip(keys, names, strict=True))
+            self.wholes[name] = made, names
         else:
             for n, tensor in enumerate(made):
                 self._tensor(tensor, (*path, n))
