@@ -151,7 +151,7 @@ def test_parts_are_parts_of_the_whole(saved: tuple[Path, dict[str, torch.Tensor]
 
 def test_a_row_reads_its_values(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
-    dense = torch.randn(64, 32, generator=g) * (torch.rand(64, 32, generator=g) < 0.3)
+    dense = torch.where(torch.rand(64, 32, generator=g) < 0.3, torch.randn(64, 32, generator=g), 0.0)
     torch.save({"csr": dense.to_sparse_csr(), "coo": dense.to_sparse()}, tmp_path / "model.pt")
     view, counts = opened(tmp_path / "model.pt")
     same_bits(view["csr"][3], dense[3])  # reads the starts of the rows, once
@@ -210,7 +210,7 @@ def test_indices_without_bytes_stay_parts(tmp_path: Path) -> None:
     torch.save({"w": tensor, "plain": torch.ones(2)}, tmp_path / "model.pt")
     with deadline():
         view = lazyckpt.open(tmp_path / "model.pt")
-        assert "w" not in view and set(view) > {"plain", "w.indices", "w.values"}
+        assert {"plain", "w.indices", "w.values"} == set(view)
 
 
 def test_a_matrix_larger_than_memory_is_read_in_parts(tmp_path: Path) -> None:
@@ -272,4 +272,4 @@ def test_exports_hold_the_dense_tensors(tmp_path: Path) -> None:
     view.to_dcp(tmp_path / "dcp")
     for path in ("out.safetensors", "dcp"):
         same(lazyckpt.open(tmp_path / path)["w"][...], dense, path)
-    assert view.verify().worst in (None, "note")
+    assert lazyckpt.verify(tmp_path / "model.pt").ok

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...errors import CorruptError, DataError
 from ..box import Axis, Selection, Shape, c_strides
-from ..dtypes import BF16, BOOL, C64, C128, F16, F32, F64, I8, I16, I32, I64, U8, bits_of
+from ..dtypes import BF16, BOOL, C64, C128, F16, F32, F64, I8, I16, I32, I64, U8, DType, bits_of
 from ..expr import Kind, Op, Scan, as_axis, everything, groups_of, indices, shape_of
 from ..specs import Expr
 
@@ -68,9 +68,7 @@ class Coordinates(Op):
                 f"indices of {places.shape} and {places.dtype}, and values of {values.shape}, make no sparse tensor of "
                 f"shape {shape}"
             )
-        if values.dtype not in _SUMMED:
-            raise DataError(f"torch adds no values of {values.dtype}, as a sparse tensor needs")
-        _numbered(shape)
+        _numbered(shape, values.dtype)
         return Kind(shape, values.dtype)
 
     def prepare(self, e: Expr, scan: Scan) -> Any:
@@ -138,7 +136,6 @@ class Compressed(Op):
     Reads all starts once, and then the numbers and values of the rows (or columns) that are wanted."""
 
     prepares = True
-    moves = True
 
     def kind(self, inputs: Sequence[Kind], params: Mapping[str, Any]) -> Kind:
         starts, numbers, values = inputs
@@ -164,7 +161,7 @@ class Compressed(Op):
                 f"starts of {starts.shape}, numbers of {numbers.shape} and values of {values.shape} make no compressed "
                 f"sparse tensor of shape {shape}"
             )
-        _numbered(shape)
+        _numbered(shape, values.dtype)
         return Kind(shape, values.dtype)
 
     def _sizes(self, e: Expr) -> tuple[int, int, int, int]:
@@ -234,7 +231,9 @@ class Compressed(Op):
                 at, there = at.swapaxes(1, 2), there.swapaxes(1, 2)
             held = (position[:, None, None] * prod(inner) + np.arange(prod(inner)).reshape(inner))[there]
             found[n].index_copy_(0, torch.from_numpy(at[there]), values[n].index_select(0, torch.from_numpy(held)))
-        return found.view(e.dtype.torch).view(shape_of(want))
+        dense = found.view(e.dtype.torch).view(shape_of(want))
+        # torch adds the values to zeros, so that there is no -0.0
+        return dense.add_(0) if e.dtype.is_floating_point or e.dtype.is_complex else dense
 
     def _check(self, e: Expr, row: Ints, column: Ints) -> None:
         """Raise CorruptError unless each value of the rows has a place of its own."""
@@ -264,7 +263,10 @@ def _places(
     return at, has[:, :, None] & have[:, None, :]
 
 
-def _numbered(shape: Shape) -> None:
+def _numbered(shape: Shape, dtype: DType) -> None:
+    """Raise DataError if torch has no such dense tensor."""
+    if dtype not in _SUMMED:
+        raise DataError(f"torch adds no values of {dtype}, as a sparse tensor needs")
     if prod(shape) >= _MOST:
         raise DataError(f"a sparse tensor of shape {shape} has more elements than can be numbered")
 
