@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import json
 import pickle
 import sys
@@ -104,16 +105,23 @@ class _Loader(pickle.Unpickler):
             return super().find_class(module, name)
 
         def init(self: Any, *args: Any) -> None:
-            self.args, self.state = args, None
+            self.args = args
 
-        def reduce(self: Any) -> Any:
-            return (type(self), self.args) if self.state is None else (type(self), self.args, self.state)
+        def reduce(self: Any, protocol: int) -> Any:
+            made = (type(self), self.args) if self.args else (copyreg.__newobj__, (type(self),))  # type: ignore[attr-defined]
+            return made if self.state is None else (*made, self.state)
 
         for name_of in (module.partition(".")[0], module):
             if not isinstance(sys.modules.get(name_of), _Inert):
                 self.patch.setitem(sys.modules, name_of, _Inert(name_of))
         kept = vars(sys.modules[module])
-        methods = {"__init__": init, "__reduce__": reduce, "__module__": module, "__qualname__": name}
+        methods: dict[str, Any] = {
+            "__init__": init,
+            "__reduce_ex__": reduce,
+            "__module__": module,
+            "args": (),
+            "state": None,
+        }
         methods["__setstate__"] = lambda self, state: setattr(self, "state", state)
         return kept.setdefault(name, type(name, (), methods))
 
@@ -138,9 +146,11 @@ def test_deepspeed_with_its_files(
         else:
             to.write_bytes(path.read_bytes())
     view, like = lazyckpt.open(tmp_path), lazyckpt.open(case.path)
-    assert [str(p) for p in view.problems] == [str(p) for p in like.problems]
-    for state, table in case.truth.items():
-        for name, tensor in table.items():
+    # (buffers of other ranks are compared by checksums, which these files do not have)
+    assert list(view.problems) == [p for p in like.problems if p.code != "differing-replicas"]
+    assert list(view.states) == list(like.states)
+    for state in case.truth.keys() & like.states.keys():
+        for name, tensor in case.truth[state].items():
             same(view.states[state][name][...], tensor, (state, name))
 
 

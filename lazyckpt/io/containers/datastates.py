@@ -49,6 +49,11 @@ class DataStates(NamedTuple):
     pickle_size: int
 
 
+def begins(head: bytes) -> bool:
+    """Return whether these are the first bytes of a file whose parts are packed, as far as they tell."""
+    return _FIRST.match(head, 8) is not None
+
+
 def is_datastates(file: Bytes, head: bytes) -> bool:
     """Return whether a file has the header of DataStates. ``head`` are its first 512 bytes."""
     return _start(file, head) is not None
@@ -64,7 +69,7 @@ def _start(file: Bytes, head: bytes) -> int | None:
     length = int.from_bytes(head[:8], "little")
     if not 2 <= length <= min(_MOST, file.size - 8):
         return None
-    if _FIRST.match(head, 8):
+    if begins(head):
         return 8
     if len(head) == 512 and not any(head[8:]) and _ALIGNED + length <= file.size:
         return _ALIGNED if file.at(_ALIGNED, 2) == b'{"' else None

@@ -23,7 +23,7 @@ from ...core.index import FileInfo
 from ...errors import CorruptError, FormatError
 from ..storage.base import Store
 from ..storage.streams import StoreFile
-from .datastates import is_datastates, read_datastates
+from .datastates import begins, is_datastates, read_datastates
 from .pickle.machine import Pickle
 from .pickle.memo import Items
 from .pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage, viewed_storage
@@ -131,7 +131,7 @@ def _reach(offset: int, shape: Shape, strides: Shape, dtype: DType) -> int:
 
 def is_torch_file(head: bytes) -> bool:
     """Return whether the first bytes of a file are those of a torch.save file or of a related format."""
-    return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32] or is_tar(head)
+    return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32] or is_tar(head) or begins(head)
 
 
 def is_whole(store: Store, path: str, size: int) -> bool:
