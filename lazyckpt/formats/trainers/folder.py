@@ -229,7 +229,6 @@ def _read(source: Source) -> Index:
     if "scheduler" in kinds and "optimizer" not in kinds:
         line = "there is no file of optimizer states, although there is one of a learning rate scheduler"
         problems.append(Problem("missing-optimizer", line))
-    problems += _of_other_steps(members)
     state = meta.get("trainer_state")
     if isinstance(state, dict) and "global_step" in state:
         members.append(((), _only_meta({"step": state["global_step"]})))
@@ -238,6 +237,8 @@ def _read(source: Source) -> Index:
         by = "modules"
     models = sorted({"model", *(part.place for part in found if part.kind == "model")}, key=natural)
     name = "hf-trainer" if any(n in source.entries for n in _TRAINER) else "accelerate"
+    if "optimizer.pt" in source.entries:
+        problems += _of_another_step(members)
     index = together(name, members, models, by)
     index = replace(index, problems=(*problems, *index.problems))
     return index if whole is None else _with_ties(index, whole, "model." if len(models) > 1 else "")
@@ -284,24 +285,23 @@ def _member(store: Store, part: Part) -> tuple[Path, Member]:
     return (part.place,), held
 
 
-def _of_other_steps(members: Sequence[tuple[Path, Member]]) -> Iterator[Problem]:
-    """Yield a problem for each optimizer whose learning rates are not those that its scheduler has set last
-    (torch/optim/lr_scheduler.py `LRScheduler.step`: ``_last_lr`` has the rate of each group)."""
+def _of_another_step(members: Sequence[tuple[Path, Member]]) -> Iterator[Problem]:
+    """Yield a problem if the Trainer's optimizer has other learning rates than its scheduler has set last.
+
+    torch/optim/lr_scheduler.py `LRScheduler.step` sets the rates of all groups, and keeps them in ``_last_lr``. Users
+    of accelerate can have several schedulers for one optimizer, the Trainer has one.
+    """
     metas = {base[0]: member.meta for base, member in members if len(base) == 1}
-    for place, meta in metas.items():
-        if not str(place).startswith("optimizer"):
-            continue
-        scheduler = str(place).replace("optimizer", "scheduler")
-        groups, set_last = meta.get("param_groups"), metas.get(scheduler, {}).get("_last_lr")
-        if not (isinstance(groups, list) and isinstance(set_last, list) and len(groups) == len(set_last)):
-            continue
-        rates = [group.get("lr") if isinstance(group, dict) else None for group in groups]
-        if all(type(rate) is float for rate in (*rates, *set_last)) and rates != set_last:
-            line = (
-                f"the learning rates of {place} ({some(map(str, rates))}) are not those that {scheduler} has set last "
-                f"({some(map(str, set_last))}): one of the two files may be of another step"
-            )
-            yield Problem("inconsistent-metadata", line)
+    groups, last = metas.get("optimizer", {}).get("param_groups"), metas.get("scheduler", {}).get("_last_lr")
+    if not (isinstance(groups, list) and isinstance(last, list) and len(groups) == len(last)):
+        return
+    rates = [group.get("lr") if isinstance(group, dict) else None for group in groups]
+    if all(type(rate) is float for rate in (*rates, *last)) and rates != last:
+        line = (
+            f"the learning rates of optimizer.pt ({some(map(str, rates))}) are not those that scheduler.pt has set "
+            f"last ({some(map(str, last))}): one of the two files may be of another step"
+        )
+        yield Problem("inconsistent-metadata", line, "optimizer.pt")
 
 
 def _made_by_the_trainer(members: Sequence[tuple[Path, Member]]) -> bool:
