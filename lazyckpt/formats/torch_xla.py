@@ -331,7 +331,7 @@ def _numbered(
     `torch.optim.Optimizer` numbers the parameters that it is given. With one group of all, that is the order of the
     model's state dict; nothing says what several groups had.
     """
-    found = {}
+    found: dict[tuple[Any, str], tuple[Shape, list[Own]]] = {}
     for key in dict.fromkeys(path[0] for path in file.tensors if len(path) == 4 and path[1] == "state"):
         optimizer = file.rest.get(key)
         groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None

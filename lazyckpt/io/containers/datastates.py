@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 from ...core.box import c_strides, fits
@@ -131,16 +132,13 @@ def _place(where: str, key: str, about: Any) -> tuple[int, int]:
 
 
 def _tensor(file: StoreFile, key: str, about: Any) -> StoredTensor:
-    kind = about.get("dtype") if isinstance(about, dict) else None
-    shape = about.get("shape") if isinstance(about, dict) else None
+    kind, sizes = (about.get("dtype"), about.get("shape")) if isinstance(about, dict) else (None, None)
     dtype = FROM_NAME.get(kind.removeprefix("torch.")) if isinstance(kind, str) else None
-    whole = isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
-    if dtype is None or not whole or len(shape) > 64 or not fits(shape, dtype.itemsize):
+    shape = tuple(sizes) if isinstance(sizes, list) else (-1,)
+    whole = len(shape) <= 64 and all(type(n) is int and 0 <= n < 1 << 62 for n in shape)
+    if dtype is None or not whole or not fits(shape, dtype.itemsize):
         raise CorruptError(f"{file.where}: {short(key)} is described as {short(about)}: the file is damaged")
-    count = 1
-    for n in shape:
-        count *= n
-    return StoredTensor(StoredStorage(key, dtype, count, "cpu"), dtype, 0, tuple(shape), c_strides(shape))
+    return StoredTensor(StoredStorage(key, dtype, prod(shape), "cpu"), dtype, 0, shape, c_strides(shape))
 
 
 def _filled(

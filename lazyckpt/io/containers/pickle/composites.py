@@ -50,8 +50,9 @@ def whole_of(value: Composite) -> Whole | None:
         found = Whole("dense.compressed", params, ("compressed", "plain", "values"))
     else:
         return None
-    parts = [value.parts.get(key) for key in found.parts]
-    if not all(isinstance(part, StoredTensor) and part.storage is not None and not part.note for part in parts):
+    held = [value.parts.get(key) for key in found.parts]
+    parts = [part for part in held if isinstance(part, StoredTensor) and part.storage is not None and not part.note]
+    if len(parts) < len(held):
         return None
     if not all(hull(part.shape, part.strides) >= prod(part.shape) for part in parts[:-1] if prod(part.shape)):
         return None  # a few bytes that claim to be many indices
