@@ -190,7 +190,8 @@ def test_resume_after_a_kill_at_any_moment(
     for folder in ("killed", "whole"):
         (tmp_path / folder).mkdir()
     dest, whole = (prepared(tmp_path / folder, name) for folder in ("killed", "whole"))
-    done = processes.run("-c", _KILLED, training, dest.parent, name, "6", name)
+    kills = "5" if name == "gguf quantized" else "6"  # (it writes a quarter of the bytes)
+    done = processes.run("-c", _KILLED, training, dest.parent, name, kills, name)
     assert done.returncode == 0, done.stdout + done.stderr
     assert os.listdir(dest.parent) == [dest.name], "nothing is left behind"
 
