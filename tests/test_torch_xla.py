@@ -170,6 +170,18 @@ def test_files_of_other_saves(tmp_path: Path) -> None:
         lazyckpt.open(tmp_path)
 
 
+def test_other_names_of_ranks(tmp_path: Path) -> None:
+    truth = write(tmp_path, name="epoch_1_rank_{}.ckpt")
+    view = lazyckpt.open(tmp_path)
+    assert view.format == "torch-xla" and view.problems == ()
+    _equal(view, truth)
+    (tmp_path / "epoch_1_rank_2.ckpt").unlink()
+    assert [problem.code for problem in lazyckpt.open(tmp_path).problems] == ["missing-file"]
+    write(tmp_path, name="epoch_2_rank_{}.ckpt")
+    with pytest.raises(FormatError, match="2 saves"):
+        lazyckpt.open(tmp_path)
+
+
 def test_two_files_of_one_rank_are_an_error(tmp_path: Path) -> None:
     write(tmp_path)
     first, second = (tmp_path / f"final_rank-0000000{n}-of-{WORLD:08d}.pth" for n in (0, 1))

@@ -3,7 +3,8 @@
 Writer: what torch_xla/distributed/fsdp/README.md and `XlaFullyShardedDataParallel` ask users to save (pytorch/xla,
 commit 41398bfff3; also transformers/trainer.py `_save_tpu`): ``{"model": ..., "shard_metadata":
 model.get_shard_metadata(), "optimizer": ...}`` in ``PREFIX_rank-00000000-of-00000004.pth`` or
-``rank0-of-4-pytorch_model.bin``.
+``rank0-of-4-pytorch_model.bin``. Under other names of ranks (``epoch_1_rank_0.ckpt``) the reader of rank files
+finds them.
 
 Each parameter is flattened, padded and cut into one equal piece for each rank (`_get_shard`), or padded and cut along
 dimension 0 (``shard_param_on_dim_0``). With ``flatten_parameters``, the parameters of a module are one flat parameter
@@ -71,6 +72,32 @@ class File:
 def _read(source: Source) -> Index:
     problems: list[Problem] = []
     series, world = _chosen(source, problems)
+    return _index(source, series, world, problems)
+
+
+def world_in(meta: Mapping[Any, Any]) -> int | None:
+    """Return the number of ranks that the objects of a rank's file name, if torch_xla's FSDP wrote it, else None."""
+    cuts = meta.get("shard_metadata")
+    world = cuts.get("world_size") if isinstance(cuts, dict) and "shard_info" in cuts else None
+    return world if type(world) is int and world > 0 else None
+
+
+def read_ranks(source: Source, saves: Sequence[dict[int, str]], world: int) -> Index:
+    """Index files under other names, by rank, which `world_in` has found to be of torch_xla. Raises as the reader
+    does."""
+    if len(saves) != 1:
+        raise _several(source, [next(iter(names.values())) for names in saves])
+    return _index(source, list(saves), world, [])
+
+
+def _several(source: Source, names: Sequence[str]) -> FormatError:
+    return FormatError(
+        f"{source.where} has the rank files of {len(names):,} saves ({some(names)}): put those of one save into a "
+        "folder of their own"
+    )
+
+
+def _index(source: Source, series: list[dict[int, str]], world: int, problems: list[Problem]) -> Index:
     check_ranks(source.where, world, sum(map(len, series)))
     announce(source.store, [name for names in series for name in names.values()])
     files: dict[str, FileInfo] = {}
@@ -121,11 +148,7 @@ def _chosen(source: Source, problems: list[Problem]) -> tuple[list[dict[int, str
     whole = [save for save, kinds in saves.items() if all(len(names) == save[1] for names in kinds.values())]
     found = whole if len(whole) == 1 else list(saves)
     if len(found) != 1:
-        some_names = [next(iter(next(iter(kinds.values())).values())) for kinds in saves.values()]
-        raise FormatError(
-            f"{source.where} has the rank files of {len(saves):,} saves ({some(some_names)}): put those of one save "
-            "into a folder of their own"
-        )
+        raise _several(source, [next(iter(next(iter(kinds.values())).values())) for kinds in saves.values()])
     others = [
         n for save, kinds in saves.items() if save != found[0] for names in kinds.values() for n in names.values()
     ]
@@ -191,8 +214,8 @@ def _file(
     rank = cuts.get("rank")
     if type(rank) is not int or not 0 <= rank < world or cuts.get("world_size") != world:
         raise CorruptError(
-            f"{source.where}/{path}: its metadata say rank {rank!r:.20} of {cuts.get('world_size')!r:.20}, its name "
-            f"says that there are {world}: the file is of another save, or damaged"
+            f"{source.where}/{path}: its metadata say rank {rank!r:.20} of {cuts.get('world_size')!r:.20}, its name or "
+            f"another file that there are {world}: it is of another save, or damaged"
         )
     specs = specs_of(file, plain, f"{path}/")
     files[path] = file.info
