@@ -120,6 +120,8 @@ def test_parameters_and_states_are_whole(tmp_path: Path, flat: bool, along_rows:
     assert (view.format, view.mesh.dp, view.meta["epoch"]) == ("torch-xla", WORLD, 2)
     assert view.problems == ()
     _equal(view, truth)
+    alone = lazyckpt.open(tmp_path / "save" / f"final_rank-00000001-of-{WORLD:08d}.pth")
+    assert "part-of-checkpoint" in {problem.code for problem in alone.problems}
     assert "torch_xla" in str(view["0.weight"].explain())
     view.to_safetensors(tmp_path / "out.safetensors")
     _equal(lazyckpt.open(tmp_path / "out.safetensors"), {"weights": truth["weights"]})
