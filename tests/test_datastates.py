@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.errors import CorruptError, LazyckptError
+from lazyckpt.errors import CorruptError, FormatError, LazyckptError
 from lazyckpt.testing import opened
 from lazyckpt.testing.oracle import same
 
@@ -152,6 +152,16 @@ def test_deepspeed_with_its_files(
     for state in case.truth.keys() & like.states.keys():
         for name, tensor in case.truth[state].items():
             same(view.states[state][name][...], tensor, (state, name))
+
+
+def test_placeholders_of_nebula_are_named(tmp_path: Path) -> None:
+    """deepspeed/runtime/checkpoint_engine/nebula_checkpoint_engine.py `save`: ``torch.save("", path)``."""
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        (tmp_path / "global_step3").mkdir(exist_ok=True)
+        torch.save("", tmp_path / "global_step3" / name)
+    (tmp_path / "latest").write_text("global_step3")
+    with pytest.raises(FormatError, match="Nebula"):
+        lazyckpt.open(tmp_path)
 
 
 def test_the_pickle_is_scanned(tmp_path: Path) -> None:

@@ -141,7 +141,9 @@ after_fork(_forget)
 # -- Opening.
 
 # Names of files that are part of a checkpoint: a rank's file (DeepSpeed, FSDP, Meta's Llama), a shard, an optimizer.
-_PART = re.compile(r".*rank[-_]?\d+.*|.*-\d{5}-of-(?!00001\.)\d{5}\..*|consolidated\.\d+\.pth|optimizer(_\d+)?\.(pt|bin)")
+_PART = re.compile(
+    r".*rank[-_]?\d+.*|.*-\d{5}-of-(?!00001\.)\d{5}\..*|consolidated\.\d+\.pth|optimizer(_\d+)?\.(pt|bin)"
+)
 # A usual name of a file that is whole, too, but not beside the metadata of torch_checkpointing.
 _ITEM = re.compile(r".+_\d+\.(safetensors|pt)")
 
