@@ -149,6 +149,15 @@ def test_files_of_the_trainer(tmp_path: Path) -> None:
     _equal(view, truth)
 
 
+def test_optimizers_beside_gathered_weights_are_told(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"optimizer": {}, "shard_metadata": {}}, tmp_path / f"rank{rank}-of-2-optimizer.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
+    view = lazyckpt.open(tmp_path)
+    assert list(view) == ["w"] and [problem.code for problem in view.problems] == ["ignored-file"]
+
+
 def test_a_lost_rank_leaves_holes(tmp_path: Path) -> None:
     truth = write(tmp_path)
     (tmp_path / f"final_rank-00000001-of-{WORLD:08d}.pth").unlink()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ...core.index import Index
 from ...core.names import natural
 from ...core.specs import TensorSpec, renamed
-from ...errors import LazyckptError, Problem, cannot_read, some
+from ...errors import LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.plain import Path
 from ...io.storage.base import Store
 from .. import huggingface
@@ -56,6 +56,7 @@ _DIRS = [(re.compile(pattern), kind) for pattern, kind in _FOLDERS.items()]
 _ALWAYS = ("random_states", "rng_state", "custom_checkpoint")
 # accelerate never numbers the first of these: a folder with such files has one for each rank (torch_checkpointing)
 _RANK = re.compile(r"(?:model|optimizer|scheduler)_0\.(?:pt|bin|safetensors)")
+_XLA = re.compile(r"rank\d+-of-\d+-optimizer\.pt")  # transformers/trainer.py `_save_optimizer_and_scheduler`, on a TPU
 _FIRST = re.compile(r"(?:pytorch_)?model\.(?:bin|safetensors)(?:\.index\.json)?")  # the first model, of Hugging Face
 
 
@@ -239,6 +240,10 @@ def _read(source: Source) -> Index:
     name = "hf-trainer" if any(n in source.entries for n in _TRAINER) else "accelerate"
     if "optimizer.pt" in source.entries:
         problems += _of_another_step(members)
+    pieces = sorted((n for n in source.entries if _XLA.fullmatch(n)), key=natural)
+    if pieces:
+        line = f"{len(pieces):,} files of torch_xla's optimizer are not read beside gathered weights: {some(pieces)}"
+        problems.append(Problem("ignored-file", line, only_one(pieces)))
     index = together(name, members, models, by)
     index = replace(index, problems=(*problems, *index.problems))
     return index if whole is None else _with_ties(index, whole, "model." if len(models) > 1 else "")
