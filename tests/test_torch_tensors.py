@@ -175,8 +175,8 @@ def test_a_jagged_tensor_is_no_danger(tmp_path: Path) -> None:
     pieces = [torch.ones(2, 3), torch.zeros(4, 3)]
     torch.save({"n": torch.nested.nested_tensor(pieces, layout=torch.jagged)}, tmp_path / "model.pt")
     view = lazyckpt.open(tmp_path / "model.pt")
-    assert torch.equal(view["n.values"][...], torch.cat(pieces))
-    assert view["n.offsets"][...].tolist() == [0, 2, 6]
+    assert torch.equal(view.stored["n.values"][...], torch.cat(pieces))
+    assert view.stored["n.offsets"][...].tolist() == [0, 2, 6]
     assert not any(line.code == "unsafe-pickle" for line in view.problems)
 
 

@@ -329,6 +329,26 @@ def test_converted_weights_are_not_what_the_optimizer_had(trainer_cases: dict[st
         same(view.states["exp_avg"][str(number)][...], tensor, number)
 
 
+def test_a_file_of_torch_checkpointing_says_that_it_is_a_part(trainer_cases: dict[str, Case], tmp_path: Path) -> None:
+    folder = _copied(trainer_cases["torch_checkpointing_safetensors"], tmp_path)
+    file = next(folder.glob("*_0.safetensors"))
+    assert [p.code for p in lazyckpt.open(file).problems] == ["part-of-checkpoint"]
+    (folder / "metadata.pkl").unlink()
+    assert lazyckpt.open(file).problems == ()
+
+
+def test_an_optimizer_of_another_step_is_told_by_its_learning_rates(
+    trainer_cases: dict[str, Case], tmp_path: Path
+) -> None:
+    folder = max(_copied(trainer_cases["trainer_llama"], tmp_path).rglob("optimizer.pt")).parent
+    assert not lazyckpt.open(folder).problems
+    state = torch.load(folder / "optimizer.pt", weights_only=True)
+    for group in state["param_groups"]:
+        group["lr"] = 0.125
+    torch.save(state, folder / "optimizer.pt")
+    assert [p.code for p in lazyckpt.open(folder).problems] == ["inconsistent-metadata"]
+
+
 def test_shards_of_torch_checkpointing(trainer_cases: dict[str, Case], tmp_path: Path) -> None:
     case = trainer_cases["torch_checkpointing_safetensors"]
     view = lazyckpt.open(case.path)

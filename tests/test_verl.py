@@ -168,3 +168,12 @@ def test_a_conversion_tells_of_states_under_other_names(verl_cases: Mapping[str,
         for name, tensor in view.states[state].items():
             found = again.stored[f"fp32.{name}"] if state == "fp32" else again.states[state][name]
             same(found[...], tensor[...], (state, name))
+
+
+def test_random_states_alone_are_no_weights(tmp_path: Path) -> None:
+    state = {"lr_scheduler": {"last_epoch": 2}, "rng": {"cpu": torch.get_rng_state(), "random": [3, 4]}}
+    torch.save(state, tmp_path / "extra_state_world_size_1_rank_0.pt")
+    for path in (tmp_path, tmp_path / "extra_state_world_size_1_rank_0.pt"):
+        view = lazyckpt.open(path)
+        assert list(view) == [] and list(view.stored) == ["rng.cpu"]
+        assert view.meta["rng"]["random"] == [3, 4]

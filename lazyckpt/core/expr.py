@@ -191,6 +191,8 @@ _MODULES = {
     "dequantize.bits": "packed",
     "dequantize.sparse24": "sparse",
     "dequantize.bitmask": "sparse",
+    "dense.coo": "dense",
+    "dense.compressed": "dense",
     "dequantize.marlin": "marlin",
     "dequantize.marlin24": "marlin",
     "dequantize.gptq": "words",

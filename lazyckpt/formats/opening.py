@@ -141,7 +141,11 @@ after_fork(_forget)
 # -- Opening.
 
 # Names of files that are part of a checkpoint: a rank's file (DeepSpeed, FSDP, Meta's Llama), a shard, an optimizer.
-_PART = re.compile(r".*rank_?\d+.*|.*-\d{5}-of-(?!00001\.)\d{5}\..*|consolidated\.\d+\.pth|optimizer(_\d+)?\.(pt|bin)")
+_PART = re.compile(
+    r".*rank[-_]?\d+.*|.*-\d{5}-of-(?!00001\.)\d{5}\..*|consolidated\.\d+\.pth|optimizer(_\d+)?\.(pt|bin)"
+)
+# A usual name of a file that is whole, too, but not beside the metadata of torch_checkpointing.
+_ITEM = re.compile(r".+_\d+\.(safetensors|pt)")
 
 
 def opened(
@@ -196,7 +200,8 @@ def opened(
 def _one_of_many(source: Source, index: Index) -> Index:
     """Add a problem to the index of a file that is only part of the checkpoint in its folder, unless it has one, or the
     reader looked for the other files, too."""
-    if not _PART.fullmatch(source.path) or index.files.keys() - {source.path}:
+    named = _PART.fullmatch(source.path)
+    if not (named or _ITEM.fullmatch(source.path)) or index.files.keys() - {source.path}:
         return index
     if any(problem.code in ("part-of-checkpoint", "missing-file") for problem in index.problems):
         return index
@@ -205,7 +210,7 @@ def _one_of_many(source: Source, index: Index) -> Index:
         reader = recognising(folder) if len(folder.entries) > 1 else None
     except (LazyckptError, OSError):  # the file itself is readable, and an unreadable folder adds no information
         return index
-    if reader is None:
+    if reader is None or (named is None and reader.name != "torch-checkpointing"):
         return index
     line = f"{source.path} is one file of a checkpoint ({reader.name}): open its folder, {folder.where}, for all of it"
     return replace(index, problems=(*index.problems, Problem("part-of-checkpoint", line, source.path)))

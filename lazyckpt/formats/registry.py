@@ -45,6 +45,7 @@ _BUILTIN = (
     ("trainers.torchtune", "READER", False),
     ("tensor_parallel", "LLAMA", False),
     ("tensor_parallel", "FILES", False),
+    ("torch_xla", "READER", False),
     ("ranks.reader", "READER", False),
     ("trainers.folder", "READER", False),
     ("dcp.reader", "READER", True),
@@ -269,8 +270,22 @@ def _folders(source: Source) -> dict[str, str]:
     return found
 
 
+# A file of a layout that no reader reads -> what wrote it, and what to do.
+_REFUSED = {
+    # smdistributed/modelparallel/torch/checkpoint_utils.py `save_checkpoint`; how tensor-parallel ranks cut a module is
+    # in the library, not in the files
+    "smp_config.pt": (
+        "a partial checkpoint of SageMaker's model parallelism (smp.save_checkpoint), which is not read as a whole: "
+        "load it with that library and save it with partial=False, or open the file of one rank by its own path"
+    ),
+}
+
+
 def unknown(source: Source) -> str:
     """Return the error message for a source that no reader recognises, with a description of its content."""
+    for name, what in _REFUSED.items():
+        if name in source.entries:
+            return f"{source.where} is {what}."
     if source.path:
         found = f"it begins with {source.head[:8]!r}" if source.size else "it is empty (0 bytes)"
     elif source.entries:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import repeat
 from math import prod
 from typing import Any, Self
@@ -23,6 +24,7 @@ from ..io.containers.zip_directory import Record, sizes_of
 from ..io.storage.base import Store
 from .reader import Reader, Source
 from .shared.announce import announce, looking_ahead
+from .shared.composites import composed, wholes_of
 from .shared.members import Member, together
 from .shared.paths import paths, put
 
@@ -131,7 +133,12 @@ def bloat(path: str, file: TorchFile, used: Mapping[str, int]) -> list[Problem]:
 def member(store: Store, path: str, prefix: str = "") -> Member:
     """Return the content of one file, whose raw names start with ``prefix``. Raises the errors of `read_torch_file`."""
     file = read_torch_file(store, path)
-    return _member(store, path, file, Plain(file.root, f"{store.root}/{path}", file.pickle_size, prefix), prefix)
+    return _member(store, path, file, _plain(store, file, prefix), prefix)
+
+
+def _plain(store: Store, file: TorchFile, prefix: str = "") -> Plain:
+    compose = partial(composed, store, file)
+    return Plain(file.root, f"{store.root}/{file.path}", file.pickle_size, prefix, compose=compose)
 
 
 def _member(store: Store, path: str, file: TorchFile, plain: Plain, prefix: str = "") -> Member:
@@ -144,10 +151,12 @@ def _member(store: Store, path: str, file: TorchFile, plain: Plain, prefix: str 
         return meta
 
     specs = specs_of(file, plain, prefix)
-    inner = {prefix + key for key in plain.inner}
+    inner = {prefix + key for key in (*plain.inner, *plain.parts)}
+    wholes = wholes_of(plain, specs, prefix)
+    keys = {prefix + key: path for key, path in plain.paths.items()}
     return Member(
         format="torch",
-        tensors={key: (plain.paths[key.removeprefix(prefix)], spec) for key, spec in specs.items() if key not in inner},
+        tensors={key: (path, wholes.get(key) or specs[key]) for key, path in keys.items() if key not in inner},
         objects=list(paths(rest, 4)),
         meta=meta,
         named=named,
@@ -170,7 +179,7 @@ def shards(store: Store, path: str, plain: Plain) -> list[Problem]:
 def _read(source: Source) -> Index:
     store, path = source.store, source.path
     file = read_torch_file(store, path)
-    plain = Plain(file.root, f"{store.root}/{path}", file.pickle_size)
+    plain = _plain(store, file)
     if not _is_flat(plain):
         return together("torch", [((), _member(store, path, file, plain))])
     stored, aliases = specs_of(file, plain), ties(plain.tensors)
@@ -191,7 +200,7 @@ def _read(source: Source) -> Index:
 
 def _is_flat(plain: Plain) -> bool:
     """Return whether a file is a plain state dict, the most common kind: `sort` would rename and move nothing."""
-    if plain.inner or not all(len(path) == 1 and path[0] == name for name, path in plain.paths.items()):
+    if plain.inner or plain.parts or not all(len(path) == 1 and path[0] == name for name, path in plain.paths.items()):
         return False
     return not any(str(path[0]).startswith("param_groups") for path in paths(plain.rest, 4))
 

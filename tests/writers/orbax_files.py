@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ PACKAGES = ("flax", "jax", "optax", "orbax-checkpoint", "tensorstore")
 CASES = (
     "ocdbt", "ocdbt_zarr3", "plain", "plain_zarr3", "manager", "manager_zarr3", "multi_transform", "multi_steps", "nnx",
     "dtypes", "dtypes_zarr3", "gemma", "subchunks", "momentum", "aggregate", "adafactor", "masked", "array", "handlers",
+    "processes", "processes_plain",
 )  # fmt: skip
 
 
@@ -28,6 +30,20 @@ def write_all(folder: Path) -> None:
     """Write all cases in a process of its own: the number of devices is fixed when JAX starts."""
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     subprocess.run([sys.executable, __file__, str(folder)], env=env, check=True)
+    _launch(folder)
+
+
+def _launch(folder: Path) -> None:
+    """Write the cases of two processes, each with half of the devices."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, __file__, str(folder), str(port)]
+    ranks = [subprocess.Popen([*command, str(rank)], env=env) for rank in range(2)]
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise RuntimeError("a process of JAX failed")
 
 
 def load_case(folder: Path, name: str) -> Any:
@@ -329,5 +345,54 @@ def _main(folder: Path) -> None:
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
+def _processes(folder: Path, port: str, rank: int) -> None:
+    """Save as one of two processes. All arrays are over the devices of both."""
+    import jax
+    import numpy as np
+    import optax
+    import orbax.checkpoint as ocp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{port}", 2, rank)
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
+    random = np.random.default_rng(7)
+    truth: dict[str, dict[str, Any]] = {"weights": {}, "mu": {}, "nu": {}, "count": {}}
+
+    def on(state: str, name: str, value: Any, *spec: Any) -> Any:
+        truth[state][name] = value
+        return jax.make_array_from_callback(
+            value.shape, NamedSharding(mesh, PartitionSpec(*spec)), lambda index: value[index]
+        )
+
+    shapes: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+        "table": ((32, 24), ("fsdp", "tensor")), "kernel": ((24, 48), (None, ("fsdp", "tensor"))),
+        "odd": ((40, 6), ("fsdp",)), "bias": ((48,), ()),
+    }  # fmt: skip
+
+    def tree(state: str) -> dict[str, Any]:
+        numbers = {name: random.integers(0, 9, shape).astype("float32") for name, (shape, _) in shapes.items()}
+        return {name: on(state, name, numbers[name], *spec) for name, (_, spec) in shapes.items()}
+
+    params, mu, nu = tree("weights"), tree("mu"), tree("nu")
+    count = on("count", "bias", np.int32(3))
+    truth["count"] = dict.fromkeys(params, np.int32(3))
+    state = {"params": params, "opt_state": (optax.ScaleByAdamState(count, mu, nu), optax.EmptyState()), "step": 7}
+    for name, ocdbt in (("processes", True), ("processes_plain", False)):
+        if rank == 0:
+            shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / name).mkdir(parents=True)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt)) as checkpointer:
+            checkpointer.save(folder / name / "ckpt", state)
+        if rank == 0:
+            whole = truth | {"others": {"step": np.int64(7)}}
+            _keep(folder / name / "truth.safetensors", whole)
+            about = {"format": "orbax", "states": list(whole), "mesh": [2, 1, 4, 1]}
+            (folder / name / "info.json").write_text(json.dumps(about))
+
+
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]).absolute())
+    if len(sys.argv) > 2:
+        _processes(Path(sys.argv[1]).absolute(), sys.argv[2], int(sys.argv[3]))
+    else:
+        _main(Path(sys.argv[1]).absolute())

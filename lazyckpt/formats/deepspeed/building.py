@@ -12,7 +12,7 @@ from ...core.extents import Extent, Hole
 from ...core.index import FileInfo
 from ...core.placement import Rank
 from ...core.specs import Fragment, TensorSpec
-from ...errors import CorruptError, LazyckptError, Problem
+from ...errors import CorruptError, FormatError, LazyckptError, Problem
 from ...io.containers.pickle.plain import Parts, Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import short
@@ -181,9 +181,15 @@ def check_ranks(count: int, what: str, files: int, where: str) -> None:
 
 
 def table(file: TorchFile, value: Any) -> dict[Any, Any]:
-    """Return a value of a rank file that has to be a dict; {} for None. Raises CorruptError for other types."""
+    """Return a value of a rank file that has to be a dict; {} for None. Raises CorruptError for other types, and
+    FormatError for the placeholders of Nebula (runtime/checkpoint_engine/nebula_checkpoint_engine.py `save`)."""
     if value is None:
         return {}
+    if value is file.root and value == "":
+        raise FormatError(
+            f"{file.path} is a placeholder of DeepSpeed's Nebula engine, which keeps the data in its own storage "
+            "(persistent_storage_path in the configuration): load them there with torch_nebula and save them again"
+        )
     if not isinstance(value, dict):
         raise CorruptError(f"{file.path}: found a {type(value).__name__} where DeepSpeed writes a dict")
     return value

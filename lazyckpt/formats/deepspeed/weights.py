@@ -15,6 +15,7 @@ from ...core.extents import Extent, Hole
 from ...core.placement import Rank
 from ...errors import LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.needs import TORCH, ZIP_END
+from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import TorchFile, is_whole
 from ...io.containers.zip_directory import checksums
@@ -210,15 +211,18 @@ def _multiplier(stage: Stage) -> int:
 
 
 def _compare(b: Building, stage: Stage, others: list[str]) -> None:
-    """Report the tensors of a module that differ in other writers' files, by the checksums of the zips."""
+    """Report the tensors of a module, and of a ZeRO-0 optimizer, that differ in other writers' files, by the checksums
+    of the zips."""
+    if not others:
+        return
     announce(b.store, others)
-    tensors = tensors_in(stage.file, stage.model.get("module"))
+    tensors = _written(stage.file, stage.model)
     first = {n: c for n, t in tensors.items() if 0 not in t.shape and (c := crc_of(stage.file.records, t)) is not None}
     differ: dict[str, list[int]] = {}
     for path in others:
         try:
             file = b.file(path, keep=False)
-            module = tensors_in(file, table(file, table(file, file.root).get("module")))
+            module = _written(file, table(file, file.root))
         except LazyckptError as e:
             b.report(cannot_read(path, e))
             continue
@@ -229,6 +233,16 @@ def _compare(b: Building, stage: Stage, others: list[str]) -> None:
             if other is None or not alike or crc_of(file.records, other) not in (crc, None):
                 differ.setdefault(name, []).append(writer)
     _report_differing(b, differ, buffer_names(stage.model))
+
+
+def _written(file: TorchFile, model: Mapping[Any, Any]) -> dict[str, StoredTensor]:
+    """Return the tensors of the module and of the optimizer in a rank's model states."""
+    found = tensors_in(file, table(file, model.get("module")))
+    optimizer = model.get("optimizer")
+    if optimizer:
+        held = Plain(optimizer, file.path, file.pickle_size).tensors
+        found |= {f"optimizer.{name}": tensor for name, tensor in held.items()}
+    return found
 
 
 def _is_whole(b: Building, path: str) -> bool:

@@ -31,6 +31,7 @@ from ..shared.members import Member, together
 from ..shared.naming import MODELS, sort
 from ..shared.paths import at, paths, put
 from ..torch_save import Indexed, RankStored
+from ..torch_xla import read_ranks, world_in
 from .collect import Collected, Meshed, Sharded
 from .files import Series, chosen, recognised
 from .flat import FLAT, Hints, Split, split
@@ -62,6 +63,11 @@ def read_series(
     folder = _Folder(source, found, problems)
     for series in folder.series:
         folder.read(series)
+    objects = (folder.meta, *(value for value in folder.meta.values() if isinstance(value, dict)))
+    world = next(filter(None, map(world_in, objects)), None)
+    if world is not None:
+        saves = [{rank: series.path(rank) for rank in sorted(series.files)} for series in folder.series]
+        return read_ranks(source, saves, world)
     folder.report_missing()
     if folder.broken and not folder.files and not more:
         raise next(iter(folder.broken.values()))

@@ -22,10 +22,11 @@ from .numbering import CONVENTIONS, MODULES, Assignment, Convention, Wanted, agr
 from .wrappers import by_names, label, owner
 
 MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
-# torchtitan/components/checkpoint.py: these keys are at the same level as the model's names
-_NO_MODELS = ("train_state", "lr_scheduler", "dataloader")
-# composer/utils/checkpoint.py `_save_checkpoint`: random states beside the level of "state", which has all the rest
+# composer/utils/checkpoint.py `_save_checkpoint`: random states beside the level of "state", which has all the rest;
+# verl/utils/checkpoint/checkpoint_manager.py `get_rng_state`
 _RANDOM = "rng"
+# torchtitan/components/checkpoint.py: these keys are at the same level as the model's names
+_NO_MODELS = ("train_state", "lr_scheduler", "dataloader", _RANDOM)
 
 Slots = Mapping[str, Mapping[str, TensorSpec]]  # parameter -> name of the state -> tensor
 

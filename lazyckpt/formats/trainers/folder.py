@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ...core.index import Index
 from ...core.names import natural
 from ...core.specs import TensorSpec, renamed
-from ...errors import LazyckptError, Problem, cannot_read, some
+from ...errors import LazyckptError, Problem, cannot_read, only_one, some
 from ...io.containers.pickle.plain import Path
 from ...io.storage.base import Store
 from .. import huggingface
@@ -56,6 +56,7 @@ _DIRS = [(re.compile(pattern), kind) for pattern, kind in _FOLDERS.items()]
 _ALWAYS = ("random_states", "rng_state", "custom_checkpoint")
 # accelerate never numbers the first of these: a folder with such files has one for each rank (torch_checkpointing)
 _RANK = re.compile(r"(?:model|optimizer|scheduler)_0\.(?:pt|bin|safetensors)")
+_XLA = re.compile(r"rank\d+-of-\d+-optimizer\.pt")  # transformers/trainer.py `_save_optimizer_and_scheduler`, on a TPU
 _FIRST = re.compile(r"(?:pytorch_)?model\.(?:bin|safetensors)(?:\.index\.json)?")  # the first model, of Hugging Face
 
 
@@ -237,6 +238,12 @@ def _read(source: Source) -> Index:
         by = "modules"
     models = sorted({"model", *(part.place for part in found if part.kind == "model")}, key=natural)
     name = "hf-trainer" if any(n in source.entries for n in _TRAINER) else "accelerate"
+    if "optimizer.pt" in source.entries:
+        problems += _of_another_step(members)
+    pieces = sorted((n for n in source.entries if _XLA.fullmatch(n)), key=natural)
+    if pieces:
+        line = f"{len(pieces):,} files of torch_xla's optimizer are not read beside gathered weights: {some(pieces)}"
+        problems.append(Problem("ignored-file", line, only_one(pieces)))
     index = together(name, members, models, by)
     index = replace(index, problems=(*problems, *index.problems))
     return index if whole is None else _with_ties(index, whole, "model." if len(models) > 1 else "")
@@ -281,6 +288,25 @@ def _member(store: Store, part: Part) -> tuple[Path, Member]:
     if set(held.meta) == {""}:  # the file has a single object instead of a dict
         return (), replace(held, tensors=_below(held.tensors, part.place), **_object(part.place, held.meta[""]))
     return (part.place,), held
+
+
+def _of_another_step(members: Sequence[tuple[Path, Member]]) -> Iterator[Problem]:
+    """Yield a problem if the Trainer's optimizer has other learning rates than its scheduler has set last.
+
+    torch/optim/lr_scheduler.py `LRScheduler.step` sets the rates of all groups, and keeps them in ``_last_lr``. Users
+    of accelerate can have several schedulers for one optimizer, the Trainer has one.
+    """
+    metas = {base[0]: member.meta for base, member in members if len(base) == 1}
+    groups, last = metas.get("optimizer", {}).get("param_groups"), metas.get("scheduler", {}).get("_last_lr")
+    if not (isinstance(groups, list) and isinstance(last, list) and len(groups) == len(last)):
+        return
+    rates = [group.get("lr") if isinstance(group, dict) else None for group in groups]
+    if all(type(rate) is float for rate in (*rates, *last)) and rates != last:
+        line = (
+            f"the learning rates of optimizer.pt ({some(map(str, rates))}) are not those that scheduler.pt has set "
+            f"last ({some(map(str, last))}): one of the two files may be of another step"
+        )
+        yield Problem("inconsistent-metadata", line, "optimizer.pt")
 
 
 def _made_by_the_trainer(members: Sequence[tuple[Path, Member]]) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import printable
+from ...io.containers.datastates import is_datastates, pickle_in
 from ...io.containers.pickle.audit import Verdict, judge
 from ...io.containers.pickle.techniques import EXTENSION
 from ...io.containers.pickle.trace import Bytes, Held, Named, Trace, trace
@@ -112,6 +113,10 @@ class _Examiner:
             kind = "a pickle"
         elif not is_archive(head) and self._pickles(file, head, inner, name, depth):
             kind = "a pickle"
+        if is_datastates(file, head):
+            begin = pickle_in(file, head, name)
+            self._row(part(file, begin, file.size - begin), inner, depth)
+            kind = "a file with a pickle"
         if head.startswith(b"\x93NUMPY"):
             kind = "an array"
             self._array(file, head, inner)

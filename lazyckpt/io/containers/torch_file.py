@@ -1,8 +1,8 @@
 """Index of torch.save files: the places of their tensors and the objects around them. Nothing in a file is executed.
 
 Zip files (torch >= 1.6): writer torch/serialization.py `_save` and caffe2/serialize/inline_container.cc. Legacy files:
-torch/serialization.py `_legacy_save`. Tar files of torch 0.1: `torch_tar`. Only pickles and the directories of zips and
-tars are read, no tensor data.
+torch/serialization.py `_legacy_save`. Tar files of torch 0.1: `torch_tar`. Files of DataStates, which stand in for
+those of torch.save: `datastates`. Only pickles and the directories of zips and tars are read, no tensor data.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ...core.index import FileInfo
 from ...errors import CorruptError, FormatError
 from ..storage.base import Store
 from ..storage.streams import StoreFile
+from .datastates import begins, is_datastates, read_datastates
 from .pickle.machine import Pickle
 from .pickle.memo import Items
 from .pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage, viewed_storage
@@ -130,7 +131,7 @@ def _reach(offset: int, shape: Shape, strides: Shape, dtype: DType) -> int:
 
 def is_torch_file(head: bytes) -> bool:
     """Return whether the first bytes of a file are those of a torch.save file or of a related format."""
-    return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32] or is_tar(head)
+    return head.startswith(ZIP_MAGIC) or LEGACY_MAGIC in head[:32] or is_tar(head) or begins(head)
 
 
 def is_whole(store: Store, path: str, size: int) -> bool:
@@ -182,6 +183,11 @@ def read_torch_file(
         found = read_torch_tar(file)
         return TorchFile(
             file.path, file.info, found.root, found.records, found.globals, swapped=False, pickle_size=found.pickle_size
+        )
+    if is_datastates(file, head):
+        states = read_datastates(file, head)
+        return TorchFile(
+            file.path, file.info, states.root, states.records, states.globals, False, pickle_size=states.pickle_size
         )
     if head[:1] == b"\x80":
         raise FormatError(

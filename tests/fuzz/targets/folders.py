@@ -11,6 +11,7 @@ from pathlib import Path
 
 import lazyckpt
 
+from ... import test_torch_xla
 from ..contract import Target
 from .sources import golden, replacing, scratch
 
@@ -57,6 +58,17 @@ def _target(name: str, group: str, case: str, below: str, file: str, grammar: st
     return Target(name, replacing(folder, file), lambda: [(folder() / file).read_bytes()], grammar)
 
 
+@functools.cache
+def _torch_xla() -> Path:
+    """What three ranks of torch_xla save."""
+    to = scratch() / "torch_xla"
+    test_torch_xla.write(to, flat=True)
+    return to
+
+
+_RANK = "final_rank-00000000-of-00000003.pth"
+
+
 # -- documents that verification reads
 
 
@@ -89,6 +101,7 @@ def _integrity() -> list[bytes]:
 RECORDS = ("integrity.json", ".cache/huggingface/download/__0_0.distcp.metadata", "tokenizer.json")
 TARGETS = (
     *(_target(name, *about) for name, about in FILES.items()),
+    Target("ranks.torch_xla", replacing(_torch_xla, _RANK), lambda: [(_torch_xla() / _RANK).read_bytes()], "zip"),
     Target("verify.integrity", verified(RECORDS[0]), _integrity, "json"),
     Target(
         "verify.download", verified(RECORDS[1]),

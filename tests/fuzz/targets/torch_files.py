@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import warnings
 from pathlib import Path
@@ -11,11 +12,13 @@ from unittest import mock
 import torch
 
 import lazyckpt
+from lazyckpt.errors import LazyckptError
 from lazyckpt.io.containers.pickle.plain import Plain
 from lazyckpt.io.containers.torch_file import read_torch_file
 from lazyckpt.io.containers.zip import data_offset, read_columns, read_zip
 from lazyckpt.io.storage.streams import StoreFile
 
+from ... import test_datastates
 from ...hostility import write_real
 from ..contract import DifferenceError, Target
 from .sources import equal, look, memory, write
@@ -101,8 +104,74 @@ def zip_columns(data: bytes) -> None:
         data_offset(one, entry)
 
 
+def sparse_files() -> list[bytes]:
+    found = []
+    eye = torch.eye(4) * torch.arange(4.0)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        twice = torch.sparse_coo_tensor(torch.tensor([[1, 1, 0], [2, 2, 3]]), torch.ones(3), (6, 4))
+        blocks = eye.to_sparse_bsr((2, 2))
+        nested = [torch.nested.nested_tensor([eye[:1], eye[1:]], layout=kind) for kind in (torch.strided, torch.jagged)]
+        for tree in (
+            {"coo": eye.to_sparse(), "twice": twice},
+            {"csr": eye.to_sparse_csr(), "csc": eye.to_sparse_csc(), "bsr": blocks, "bsc": eye.to_sparse_bsc((2, 2))},
+            {"nested": nested[0], "jagged": nested[1]},
+        ):
+            torch.save(tree, Path(folder, "sparse.pt"))
+            found.append(Path(folder, "sparse.pt").read_bytes())
+    return found
+
+
+def sparse(data: bytes) -> None:
+    """Open a file with sparse and nested tensors, and compare the dense ones with torch's."""
+    path = write("sparse.pt", data)
+    ours: dict[str, torch.Tensor] = {}
+    with lazyckpt.open(path, cache=False) as view:
+        look(view)
+        for name, tensor in view.items():
+            with contextlib.suppress(LazyckptError):
+                if tensor.nbytes < 1 << 20:
+                    ours[name] = tensor[...]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # whatever torch refuses
+        return
+    for name, value in theirs.items() if isinstance(theirs, dict) else ():
+        if not isinstance(value, torch.Tensor) or value.layout not in _SPARSE or str(name) not in ours:
+            continue
+        try:
+            dense = value.to_dense()
+        except (IndexError, RuntimeError):  # indices of a tensor without elements
+            continue
+        if not equal(ours[str(name)], dense):
+            raise DifferenceError(f"{name!r}: {ours[str(name)]!r:.300} and, by torch, {dense!r:.300}")
+
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def datastates_files() -> list[bytes]:
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for aligned in (False, True):
+            test_datastates.write(test_datastates.STATE, Path(folder, "model.pt"), aligned)
+            found.append(Path(folder, "model.pt").read_bytes())
+    return found
+
+
+def datastates(data: bytes) -> None:
+    path = write("datastates.pt", data)
+    lazyckpt.scan(path)
+    with lazyckpt.open(path, cache=False) as view:
+        look(view)
+
+
 TARGETS = (
     Target("torch.zip", file, archives, "zip"),
     Target("torch.legacy", file, legacy, "pickle"),
     Target("torch.directory", zip_columns, archives, "zip"),
+    Target("torch.sparse", sparse, sparse_files, "zip"),
+    Target("torch.datastates", datastates, datastates_files, "safetensors"),
 )

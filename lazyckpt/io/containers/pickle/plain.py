@@ -19,6 +19,7 @@ from ....core.names import free
 from ....errors import CorruptError, Problem, some
 from ...limits import Budget
 from .arrays import NumpyArray, NumpyDtype, plain_numpy
+from .composites import Whole
 from .rebuild import Composite, StoredStorage, StoredTensor, TensorSubclass
 from .records import Attributed, Opaque, short
 from .values import Deque, Namespace, namespace
@@ -76,6 +77,11 @@ class Plain:
         Dotted name -> record, for records that the caller reads itself (see ``take``).
     subclasses
         Name of a Tensor subclass -> dotted names of the tensors of that class.
+    wholes
+        Dotted name of a sparse tensor -> what it is, and the names of its parts, by their keys. They are also in
+        ``tensors``.
+    parts
+        Names of the tensors that are parts of others (see ``compose``).
     """
 
     def __init__(
@@ -88,6 +94,7 @@ class Plain:
         take: Callable[[Opaque], bool] | None = None,
         parts: Parts | None = None,
         array: Callable[[NumpyArray, str], StoredTensor | None] | None = None,
+        compose: Callable[[Composite], Whole | Sequence[StoredTensor] | None] | None = None,
     ) -> None:
         """Separate ``value``, the content of a pickle of ``size`` bytes (which limits how far shared parts expand).
 
@@ -96,7 +103,8 @@ class Plain:
         whether a record is a tensor that the caller reads itself; such a record is removed and not searched. ``parts``
         are those of the last object: what is the same object at the same place is not walked again. The rest must then
         not be modified. ``array`` returns the tensor that an array of numpy with this name is, or None if the array is
-        to stay in the rest."""
+        to stay in the rest. ``compose`` returns what a tensor of several parts is as a whole: the result of an
+        operation, or several tensors; or None, if it is its parts."""
         self.tensors: dict[str, StoredTensor] = {}
         self.taken: dict[str, Opaque] = {}
         self.paths: dict[str, Path] = {}
@@ -105,6 +113,8 @@ class Plain:
         self._given: list[tuple[str, Path, Any]] = []  # name, path and attributes of tensors with attributes
         self._having: set[int] = set()  # ids of the records of these tensors
         self.subclasses: dict[str, list[str]] = {}
+        self.wholes: dict[str, tuple[Whole, dict[str, str]]] = {}
+        self.parts: list[str] = []
         self._where = where
         self._budget = Budget(where, size)
         self._arrays: dict[int, Any] = {}  # by the id of the record, so that a shared array is created once
@@ -114,6 +124,7 @@ class Plain:
         self._take = take
         self._parts = parts
         self._array = array
+        self._compose = compose
         try:
             rest = self._walk(value, (), 0)
             self.inner = self._add_attributes()
@@ -225,12 +236,7 @@ class Plain:
                         plain.setdefault(k, v)
             return plain
         if isinstance(value, Composite):
-            name = self._name(path)
-            line = f"{name!r} is a {value.kind} tensor: its parts are tensors of their own, with names below its own"
-            self.notes.append(Problem("nested-tensor", line, name))
-            if value.state:
-                self._give(value, self._name(path), path)
-            return self._dict(value.parts, path, depth)
+            return self._composite(value, path, depth)
         if isinstance(value, list | tuple):
             kinds = set(map(type, value))
             if _LEAVES.issuperset(kinds):  # long lists of numbers are common
@@ -262,6 +268,38 @@ class Plain:
         if isinstance(value, set | frozenset) and weighs > _UNPRINTABLE // 4:
             return type(value)(map(_key, value))
         return value
+
+    def _composite(self, value: Composite, path: Path, depth: int) -> Any:
+        made = None if self._compose is None else self._compose(value)
+        name = self._name(path)
+        if made is None:
+            line = f"{name!r} is a {value.kind} tensor: its parts are tensors of their own, with names below its own"
+        elif isinstance(made, Whole):
+            name = self._key(path)
+            line = f"{name!r} is a {value.kind} tensor: it is read as a dense one; its parts are in view.stored"
+        else:
+            line = (
+                f"{name!r} is a {value.kind} tensor: the {len(made):,} tensors in it have names below its own; its "
+                "parts are in view.stored"
+            )
+        self.notes.append(Problem("nested-tensor", line, name))
+        if value.state:
+            self._give(value, name, path)
+        if made is None:
+            return self._dict(value.parts, path, depth)
+        names: dict[str, str] = {}
+        for part, tensor in value.parts.items():
+            before = len(self.tensors)
+            self._walk(tensor, (*path, part), depth)
+            self.parts += islice(reversed(self.tensors), len(self.tensors) - before)  # the last ones
+            if isinstance(tensor, StoredTensor):
+                names[part] = self.parts[-1]
+        if isinstance(made, Whole):
+            self.wholes[name] = made, names
+        else:
+            for n, tensor in enumerate(made):
+                self._tensor(tensor, (*path, n))
+        return _GONE
 
     def _numpy(self, value: NumpyArray | NumpyDtype, path: Path, depth: int) -> Any:
         found = self._arrays.get(id(value))

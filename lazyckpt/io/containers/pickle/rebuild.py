@@ -285,7 +285,8 @@ def _qtensor(storage: Any, offset: Any, size: Any, stride: Any, quantizer: Any, 
 
 def _sparse(layout: Any, data: Any) -> Composite:
     names = ("indices", "values", "size") if layout == "torch.sparse_coo" else ("compressed", "plain", "values", "size")
-    return Composite(short(layout), dict(zip((*names, "is_coalesced"), data, strict=False)))
+    kind = layout if type(layout) is str and len(layout) < 40 else short(layout)
+    return Composite(kind, dict(zip((*names, "is_coalesced"), data, strict=False)))
 
 
 def _nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Composite:
