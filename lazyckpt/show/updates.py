@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..derive.updates import Step
 from ..errors import DataError, Problem
+from ..inspect.layers import layer_of
 from ..inspect.updates import Measured, UpdateSize, UpdateTable, measured
 from ..lazy import LazyArray
 from ..namespace import Namespace
@@ -251,12 +252,3 @@ def chosen(view: Any, name: str | None) -> Any:
     if set(name) & set("*?["):
         return view.select(name)
     return view.select(f"{name.removesuffix('.')}.*")
-
-
-def layer_of(name: str) -> int | None:
-    """Return the first number between the dots of a name, which is that of the layer.
-
-    >>> layer_of("model.layers.3.experts.7.w"), layer_of("model.norm.weight")
-    (3, None)
-    """
-    return next((int(part) for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)
