@@ -410,7 +410,7 @@ class RunView(CheckpointView):
 
     @property
     def plot(self) -> RunPlots:
-        """The plots of any view; ``run.plot.steps(name)``: a quantity over the steps; ``run.plot.dynamics()``: the same for
+        """The plots of any view; ``run.plot.steps(name)``: a quantity over the steps; ``run.plot.dynamics()``: of
         all tensors."""
         from ..show.plot import RunPlots
 
