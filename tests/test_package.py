@@ -117,6 +117,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("derive", "inspect", "loading", "reshaping"),
     ("export",),
     ("show",),
+    ("explore",),
     ("tensor",),
     ("view",),
     ("adapting", "browse", "combining", "deepspeed", "distributed", "engine", "runs"),
@@ -338,10 +339,14 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     assert wheel.name == f"lazyckpt-{lazyckpt.__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
     kinds = (".css", ".js", ".json", ".tcss", ".toml", ".typed", ".zip")
-    data = {str(p.relative_to(ROOT)) for p in PACKAGE.rglob("*") if p.suffix in kinds}
+    front_end = PACKAGE / "explore" / "frontend"  # sources; what their build makes is in explore/assets
+    files = {p for p in PACKAGE.rglob("*") if p.suffix in kinds and not p.is_relative_to(front_end)}
+    data = {str(p.relative_to(ROOT)) for p in files}
     assert data >= {
         "lazyckpt/py.typed",
         "lazyckpt/demo/zero3.zip",
+        "lazyckpt/explore/assets/explorer.css",
+        "lazyckpt/explore/assets/explorer.js",
         "lazyckpt/formats/hf_ties.json",
         "lazyckpt/layouts/rename/gguf.toml",
         "lazyckpt/layouts/rename/tables.toml",
@@ -349,6 +354,7 @@ def test_the_wheel_is_whole(tmp_path: Path) -> None:
     }
     assert {str(p.relative_to(ROOT)) for p in MODULES} | data <= names
     assert all(name.startswith(("lazyckpt/", "lazyckpt-")) for name in names)
+    assert not any(name.startswith("lazyckpt/explore/frontend") for name in names)
     info = f"lazyckpt-{lazyckpt.__version__}.dist-info"
     assert f"{info}/licenses/LICENSE" in names
     assert "lazyckpt = lazyckpt.cli:main" in zipfile.ZipFile(wheel).read(f"{info}/entry_points.txt").decode()

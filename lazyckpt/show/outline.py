@@ -40,6 +40,8 @@ class Outline:
         Names whose tensor is counted in the totals under another name.
     marks
         A number for the shape and dtype of each tensor; -1 for tensors that are not counted in the totals.
+    kinds
+        The shape and dtype that each number of ``marks`` stands for.
     numels, nbytes
         Prefix sums of elements and of bytes; the last one is the total.
     """
@@ -74,7 +76,7 @@ class Outline:
         numels = [prod(shape) for shape, _ in kinds]
         sizes = [numel * dtype.itemsize for numel, (_, dtype) in zip(numels, kinds, strict=True)]
         self.twice = twice
-        self._kinds = list(kinds)
+        self.kinds = list(kinds)
         self.numels, self.nbytes = _sums(numels, self.marks), _sums(sizes, self.marks)
 
     def spec(self, n: int) -> TensorSpec:
@@ -88,8 +90,8 @@ class Outline:
     def dtypes(self) -> list[tuple[Any, int]]:
         """Return (dtype, bytes) pairs, the largest first; tied tensors are counted once."""
         found: dict[Any, int] = {}
-        counts = np.bincount(self.marks[self.marks >= 0], minlength=len(self._kinds)).tolist()
-        for (shape, dtype), count in zip(self._kinds, counts, strict=True):
+        counts = np.bincount(self.marks[self.marks >= 0], minlength=len(self.kinds)).tolist()
+        for (shape, dtype), count in zip(self.kinds, counts, strict=True):
             if count:
                 found[dtype] = found.get(dtype, 0) + count * prod(shape) * dtype.itemsize
         return sorted(found.items(), key=lambda item: -item[1])

@@ -1,0 +1,1 @@
+"""What the explorer answers: a module for each group of paths, with a dictionary ``ENDPOINTS``."""

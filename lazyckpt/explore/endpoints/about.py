@@ -1,0 +1,62 @@
+"""``about``: what the subject is, in one request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import Problem, printable
+from ...inspect.report import kind_of
+from ...namespace import Namespace
+from ...show.about import facts_of
+from ..packing import VERSION
+from ..query import Query
+from ..subject import Subject
+
+_PROBLEMS = 200  # maximum number of problems that are listed
+
+
+def about(subject: Subject, query: Query) -> dict[str, Any]:
+    """Describe the subject: kind, title, steps, and each checkpoint's format, mesh, states, sizes and problems.
+
+    Parameters of the request: ``step``, for a run.
+    """
+    sides = [subject.checkpoint(query)]
+    if subject.other is not None:
+        sides.append(subject.other)
+    return {
+        "api": VERSION,
+        "kind": subject.kind,
+        "title": printable(subject.title or subject.view.root),
+        "steps": list(subject.run.steps) if subject.run is not None else [],
+        "sides": [_described(view) for view in sides],
+    }
+
+
+def _described(view: Namespace[Any]) -> dict[str, Any]:
+    mesh = view.mesh
+    return {
+        "root": printable(view.root),
+        "format": view.format,
+        "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp, "ep": mesh.ep},
+        "state": view.state,
+        "states": [
+            {"name": name, "tensors": len(state), "numel": state.numel, "nbytes": state.nbytes}
+            for name, state in view.states.items()
+        ],
+        "numel": view.numel,
+        "nbytes": view.nbytes,
+        "tensors": len(view),
+        "files": len(view.files),
+        "file_bytes": sum(info.size for info in view.files.values()),
+        "facts": [[printable(a), printable(b)] for a, b in facts_of(view)],
+        "problems": [_problem(problem) for problem in view.problems[:_PROBLEMS]],
+        "problems_in_all": len(view.problems),
+    }
+
+
+def _problem(problem: Problem) -> dict[str, str]:
+    kind = kind_of(problem.code)
+    return {"code": problem.code, "severity": kind.severity, "text": printable(str(problem)), "advice": kind.todo}
+
+
+ENDPOINTS = {"about": about}

@@ -1,0 +1,41 @@
+// Starts the application in a host: a page with an element #explorer, or a widget.
+
+import { render } from "preact";
+import { Api } from "./api";
+import { App } from "./app";
+import { AddressRoutes, VariableRoutes } from "./route";
+import { FileTransport, HttpTransport } from "./transport";
+import { WidgetTransport, type WidgetModel } from "./widget";
+import "./style.css";
+
+/** What a host writes as JSON into the element #explorer-host. */
+interface Host {
+  /** Path of the API, and what it asks for. */
+  http?: { base: string; token: string };
+  /** The answers that a report holds. */
+  answers?: Record<string, string>;
+}
+
+function start(): void {
+  const element = document.getElementById("explorer");
+  const about = document.getElementById("explorer-host");
+  if (!element || !about) return;
+  const host = JSON.parse(about.textContent ?? "{}") as Host;
+  const transport = host.http ? new HttpTransport(host.http.base, host.http.token) : new FileTransport(host.answers ?? {});
+  render(<App api={new Api(transport)} routes={new AddressRoutes()} />, element);
+}
+
+start();
+
+/** The module of anywidget. */
+export default {
+  render({ model, el }: { model: WidgetModel; el: HTMLElement }) {
+    const transport = new WidgetTransport(model);
+    el.classList.add("lazyckpt-explorer");
+    render(<App api={new Api(transport)} routes={new VariableRoutes()} />, el);
+    return () => {
+      render(null, el);
+      transport.close();
+    };
+  },
+};

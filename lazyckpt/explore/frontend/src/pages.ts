@@ -1,0 +1,18 @@
+// The pages of the explorer, in the order of the navigation.
+
+import type { ComponentType } from "preact";
+import type { About } from "./api";
+import { TreePage } from "./pages/tree";
+
+export interface Page {
+  /** The name in links. */
+  id: string;
+  title: string;
+  component: ComponentType;
+  /** Whether a subject has this page. */
+  shown(about: About): boolean;
+}
+
+export const PAGES: Page[] = [
+  { id: "tree", title: "Tensors", component: TreePage, shown: () => true },
+];

@@ -1,0 +1,70 @@
+// The state of the page as a link: the page's name and its parameters.
+
+export interface Route {
+  page: string;
+  params: Record<string, string>;
+}
+
+export function parseRoute(text: string): Route {
+  const [page = "", query = ""] = text.replace(/^#?\/?/, "").split("?", 2);
+  return { page, params: Object.fromEntries(new URLSearchParams(query)) };
+}
+
+export function formatRoute({ page, params }: Route): string {
+  const query = new URLSearchParams(Object.entries(params).filter(([, value]) => value !== "")).toString();
+  return `#/${page}${query && `?${query}`}`;
+}
+
+/** Where routes are kept: in the address of a web page, or in a variable of a widget. */
+export interface RouteStore {
+  read(): Route;
+  /** Shows a route. A replaced one does not come back with the browser's "back". */
+  write(route: Route, replace?: boolean): void;
+  listen(changed: () => void): () => void;
+}
+
+export class AddressRoutes implements RouteStore {
+  private readonly listeners = new Set<() => void>();
+
+  read(): Route {
+    return parseRoute(location.hash);
+  }
+
+  write(route: Route, replace = false): void {
+    const address = formatRoute(route);
+    if (address === location.hash) return;
+    history[replace ? "replaceState" : "pushState"](null, "", address);
+    this.listeners.forEach((listener) => listener());
+  }
+
+  listen(changed: () => void): () => void {
+    this.listeners.add(changed);
+    addEventListener("hashchange", changed);
+    addEventListener("popstate", changed);
+    return () => {
+      this.listeners.delete(changed);
+      removeEventListener("hashchange", changed);
+      removeEventListener("popstate", changed);
+    };
+  }
+}
+
+export class VariableRoutes implements RouteStore {
+  private readonly listeners = new Set<() => void>();
+
+  constructor(private route: Route = { page: "", params: {} }) {}
+
+  read(): Route {
+    return this.route;
+  }
+
+  write(route: Route): void {
+    this.route = route;
+    this.listeners.forEach((listener) => listener());
+  }
+
+  listen(changed: () => void): () => void {
+    this.listeners.add(changed);
+    return () => this.listeners.delete(changed);
+  }
+}

@@ -1,0 +1,73 @@
+// How requests reach the API: over HTTP, over the channel of a widget, or from answers that a file holds.
+
+export type Params = Record<string, string | number | undefined>;
+
+export interface Transport {
+  /** The bytes of the answer. Throws ApiError. */
+  get(path: string, params: Params, signal?: AbortSignal): Promise<ArrayBuffer>;
+  /** Whether every request can be answered; a report holds only some answers. */
+  readonly live: boolean;
+}
+
+export class ApiError extends Error {
+  constructor(
+    readonly status: number,
+    readonly kind: string,
+    message: string,
+  ) {
+    super(message);
+  }
+}
+
+/** A request as one text: parameters in the order of their names, without undefined and empty ones. */
+export function requestKey(path: string, params: Params): string {
+  const given = Object.entries(params).filter(([, value]) => value !== undefined && value !== "");
+  given.sort(([a], [b]) => (a < b ? -1 : a > b ? 1 : 0));
+  const text = given.map(([name, value]) => `${encodeURIComponent(name)}=${encodeURIComponent(String(value))}`);
+  return text.length ? `${path}?${text.join("&")}` : path;
+}
+
+export function failure(status: number, body: ArrayBuffer): ApiError {
+  try {
+    const { error } = JSON.parse(new TextDecoder().decode(body)) as { error: { kind: string; message: string } };
+    return new ApiError(status, error.kind, error.message);
+  } catch {
+    return new ApiError(status, "HttpError", `the server answered with status ${status}`);
+  }
+}
+
+export class HttpTransport implements Transport {
+  readonly live = true;
+
+  constructor(
+    private readonly base: string,
+    private readonly token: string,
+  ) {}
+
+  async get(path: string, params: Params, signal?: AbortSignal): Promise<ArrayBuffer> {
+    const response = await fetch(`${this.base}/${requestKey(path, params)}`, {
+      headers: this.token ? { Authorization: `Bearer ${this.token}` } : {},
+      signal: signal ?? null,
+    });
+    const body = await response.arrayBuffer();
+    if (!response.ok) throw failure(response.status, body);
+    return body;
+  }
+}
+
+/** Answers that a report holds: request -> gzipped body, as base64. */
+export class FileTransport implements Transport {
+  readonly live = false;
+
+  constructor(private readonly answers: Record<string, string>) {}
+
+  async get(path: string, params: Params): Promise<ArrayBuffer> {
+    const found = this.answers[requestKey(path, params)];
+    if (found === undefined) {
+      throw new ApiError(404, "NotInReport", "This report does not hold these values. `lazyckpt serve` shows them all.");
+    }
+    const packed = Uint8Array.from(atob(found), (c) => c.charCodeAt(0));
+    const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+    return new Response(stream).arrayBuffer();
+  }
+}

@@ -1,0 +1,37 @@
+// Numbers, sizes and names as people read them.
+
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+
+export function bytes(n: number): string {
+  let unit = 0;
+  while (n >= 1024 && unit < UNITS.length - 1) {
+    n /= 1024;
+    unit += 1;
+  }
+  return `${unit === 0 || n >= 100 ? Math.round(n) : n >= 10 ? n.toFixed(1) : n.toFixed(2)} ${UNITS[unit]}`;
+}
+
+const COUNTS = ["", "K", "M", "B", "T"];
+
+/** 6.74B for 6,738,415,616. */
+export function count(n: number): string {
+  let unit = 0;
+  while (n >= 1000 && unit < COUNTS.length - 1) {
+    n /= 1000;
+    unit += 1;
+  }
+  return unit === 0 ? String(n) : `${n >= 100 ? n.toFixed(0) : n >= 10 ? n.toFixed(1) : n.toFixed(2)}${COUNTS[unit]}`;
+}
+
+export function grouped(n: number): string {
+  return n.toLocaleString("en-US");
+}
+
+export const UNSAFE = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu;
+const LONGEST = 300;
+
+/** A name from a file as one harmless line: control and direction characters are escaped, the middle of long ones left out. */
+export function shownName(name: string): string {
+  const safe = name.replace(UNSAFE, (c) => `\\u{${c.codePointAt(0)!.toString(16)}}`);
+  return safe.length <= LONGEST ? safe : `${safe.slice(0, LONGEST / 2)}…${safe.slice(-LONGEST / 2)}`;
+}
