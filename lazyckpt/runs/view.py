@@ -14,8 +14,6 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
-import torch
-
 from ..core.compose import steps_of
 from ..core.index import Index
 from ..core.names import natural
@@ -47,6 +45,7 @@ from ..view import CheckpointView, view_of, within
 from .stacking import Checkpoint, Stacks, at, stacked
 
 if TYPE_CHECKING:
+    import torch
     import xarray as xr
 
     from ..show.by_layer import RunTable
