@@ -54,7 +54,7 @@ if _TYPE_CHECKING:
 _HOMES = {
     "CheckpointView": "view",
     "Delta": "runs.delta",
-    "Diff": "inspect.diff",
+    "Diff": "show.compared",
     "Difference": "inspect.diff",
     "Digest": "inspect.manifest",
     "LazyTensor": "tensor",

@@ -27,7 +27,10 @@ from lazyckpt.view import CheckpointView
 from .writers import Case
 
 VOID = {"input", "br", "hr", "img", "meta"}
-ALLOWED = {"div", "span", "ul", "li", "details", "summary", "code", "b", "p", "style", "script"}
+ALLOWED = {
+    "div", "span", "ul", "li", "details", "summary", "code", "b", "p", "style", "script", "table", "thead", "tbody",
+    "tr", "th", "td", "br",
+}  # fmt: skip
 NASTY = [
     "<img src=x onerror=alert(1)>.weight",
     "</script><script>alert(1)</script>.weight",
@@ -78,7 +81,7 @@ def checked(html: str) -> Document:
     document = Document(html)
     assert set(document.tags) <= ALLOWED
     for name, value in document.attributes:
-        assert name in {"class", "style", "title", "open", "aria-hidden"} or name.startswith("data-"), name
+        assert name in {"class", "style", "title", "open", "aria-hidden", "colspan"} or name.startswith("data-"), name
         if name == "style":
             assert re.fullmatch(r"[a-z:;.%0-9e-]*(px)?", value), value
     assert not re.search(r"https?:|url\(|@import", html), "nothing is fetched"

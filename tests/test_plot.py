@@ -16,7 +16,7 @@ import lazyckpt
 from lazyckpt.errors import DataError
 from lazyckpt.inspect import stats as spectrum
 from lazyckpt.inspect.stats import singular_values
-from lazyckpt.show import plot
+from lazyckpt.show import style
 from lazyckpt.show.layout import drawing
 from lazyckpt.testing.counting import opened
 
@@ -64,9 +64,9 @@ def test_hist(tmp_path: Path, dtype: torch.dtype) -> None:
     counts, edges = np.histogram(x[np.isfinite(x)], 20)
     drawn = ax.patches[0].get_data()
     assert drawn.values.tolist() == counts.tolist() and drawn.edges.tolist() == edges.tolist()
-    assert ax.get_title() == f"a.w  {'f32' if dtype == torch.float32 else 'bf16'} [300, 50]\n" + (
-        "not drawn: 1 NaN, 1 +Inf, 1 -Inf"
-    )
+    assert ax.get_title() == "a.w"
+    assert f"{'f32' if dtype == torch.float32 else 'bf16'} [300, 50]" in style.notes_of(ax)
+    assert "not drawn: 1 NaN, 1 +Inf, 1 -Inf" in style.notes_of(ax)
     assert ax.get_xlabel() and ax.get_ylabel()
     again = view.plot.hist("a.w", [-1, 0, 1], ax=ax)
     assert again is ax and ax.patches[1].get_data().edges.tolist() == [-1, 0, 1]
@@ -75,6 +75,15 @@ def test_hist(tmp_path: Path, dtype: torch.dtype) -> None:
 
 
 # -- norms
+
+
+def marks(ax: Any) -> list[tuple[str, tuple[float, float]]]:
+    return [(text.get_text(), text.get_position()) for text in ax.texts if text.get_gid() == "mark"]
+
+
+def scales(ax: Any) -> list[str]:
+    """The scale of each row, as it is written beside it."""
+    return [text.get_text() for text in ax.texts if text.get_gid() == "scale"]
 
 
 @pytest.mark.slow
@@ -90,40 +99,65 @@ def test_norms(tmp_path: Path) -> None:
     tensors["layers.3.w1.weight"][0, 0] = math.nan
     tensors["layers.4.w1.weight"] = torch.zeros(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     view = saved(tmp_path, tensors)
-    ax = view.plot.norms()
-    (image,) = ax.images
-    norms = np.ma.filled(image.get_array(), np.nan)
-    assert norms.shape == (layers + 1, 4)  # a row for what is in no layer
-    assert norms[0, 0] == pytest.approx(float(tensors["embed.weight"].norm()))
-    assert np.isnan(norms[0, 1:]).all() and np.isnan(norms[1:, 0]).all()
-    assert norms[8, 3] == 2 and np.isnan(norms[9, 3])
+    table = view.by_layer()
+    assert table.kinds == ("embed.weight", "layers.*.w1.weight", "layers.*.experts.*.up", "layers.*.extra")
+    norms = table.values
+    assert norms.shape == (4, layers) and np.isnan(norms[0]).all()
+    found = {(row["kind"], row["layer"]): row["norm"] for row in table}
+    assert found["embed.weight", None] == pytest.approx(float(tensors["embed.weight"].norm()))
+    assert norms[3, 7] == 2 and np.isnan(norms[3, 8]) and np.isnan(norms[1, 4])
     for n in range(layers):
         if n not in (3, 4):
-            assert norms[n + 1, 1] == pytest.approx(float(tensors[f"layers.{n}.w1.weight"].norm()))
+            assert norms[1, n] == pytest.approx(float(tensors[f"layers.{n}.w1.weight"].norm()))
         together = torch.cat([tensors[f"layers.{n}.experts.{e}.up"] for e in range(experts)])
-        assert norms[n + 1, 2] == pytest.approx(float(together.norm()))
-    assert [(t.get_text(), t.get_position()) for t in ax.texts] == [("!", (1, 4)), ("?", (1, 5))]
-    assert [t.get_text() for t in ax.get_xticklabels()] == ["embed.weight", "w1.weight", "experts.*.up", "extra"]
-    rows = [t.get_text() for t in ax.get_yticklabels()]
-    assert rows[:3] == ["-", "1", "3"] and len(rows) <= 40  # every other one
-    assert overlapping(ax) == 0
+        assert norms[2, n] == pytest.approx(float(together.norm()))
+    ax = view.plot.norms()
+    (image,) = ax.images
+    medians = np.nanmedian(norms[1:], axis=1)
+    drawn = np.ma.filled(image.get_array(), np.nan)
+    assert drawn[1:] == pytest.approx(np.log2(norms[1:] / medians[:, None]), nan_ok=True)  # each kind has its own scale
+    assert np.isnan(drawn[0]).all() and scales(ax)[0] == f"{found['embed.weight', None]:.3g}"
+    assert scales(ax)[1:4] == [f"{median:.3g}" for median in medians]
+    assert marks(ax) == [("!", (3, 1)), ("?", (4, 1))]
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["embed", "w1", "experts.*.up", "extra"]
+    assert len(ax.get_xticklabels()) <= 16 and overlapping(ax) == 0
+    lines = view.plot.layers("std", lines=True).lines
+    assert len(lines) == 3 and len(lines[0].get_xdata()) == layers
     part = view["layers.5"].plot.norms()
-    assert [t.get_text() for t in part.get_yticklabels()] == ["5"]
+    assert [t.get_text() for t in part.get_xticklabels()] == ["5"]
     with pytest.raises(DataError, match="no tensors"):
         view.select("nothing").plot.norms()
+    with pytest.raises(DataError, match="no quantity 'size'"):
+        view.plot.layers("size")
+
+
+def test_quantities_by_layer(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    tensors = {f"h.{n}.w": torch.randn(6, 5, generator=g) - n for n in range(3)}
+    tensors["h.1.w"][0] = 0
+    view = saved(tmp_path, tensors)
+    for quantity, want in {
+        "rms": lambda w: w.square().mean().sqrt(),
+        "mean": torch.mean,
+        "absmax": lambda w: w.abs().max(),
+        "zeros": lambda w: (w == 0).double().mean(),
+    }.items():
+        table = view.by_layer(quantity)
+        assert table.values[0].tolist() == pytest.approx([float(want(w)) for w in tensors.values()], rel=1e-5)
+        assert table.plot().images and table.plot(lines=True).lines
+        assert f"{table.values[0, 2]:.3g}" in table._repr_html_()
 
 
 def test_norms_of_zeros(tmp_path: Path) -> None:
     ax = saved(tmp_path, {"a.0": torch.zeros(3), "a.1": torch.empty(0)}).plot.norms()
-    assert ax.images[0].get_array().shape == (2, 1)
+    assert ax.images[0].get_array().tolist() == [[0, 0]]
 
 
 def test_norms_beyond_float64(tmp_path: Path) -> None:
     tensors = {"a.0": torch.full((2,), 1e300, dtype=torch.float64), "a.1": torch.ones(4), "a.2": torch.ones(16)}
     ax = saved(tmp_path, tensors).plot.norms()
-    assert ax.images[0].get_array().mask.tolist() == [[True], [False], [False]]
-    assert (ax.images[0].norm.vmin, ax.images[0].norm.vmax) == (2, 4)
-    assert [(t.get_text(), t.get_position()) for t in ax.texts] == [("!", (0, 0))]
+    assert ax.images[0].get_array().mask.tolist() == [[True, False, False]]
+    assert marks(ax) == [("!", (0, 0))] and scales(ax)[0] == "3"
 
 
 @pytest.mark.slow
@@ -241,7 +275,7 @@ def test_layout_reads_nothing(case: Case) -> None:
         assert len({p.get_facecolor() for p in ax.patches}) <= len(holders)
         legend = ax.get_legend()
         if legend is not None:
-            assert {text.get_text() for text in legend.get_texts()} == {plot.short(label) for label in holders}
+            assert {text.get_text() for text in legend.get_texts()} == {style.short(label) for label in holders}
 
 
 def test_layout_of_a_lost_file(dcp_hole: tuple[lazyckpt.CheckpointView, Case]) -> None:
@@ -249,12 +283,12 @@ def test_layout_of_a_lost_file(dcp_hole: tuple[lazyckpt.CheckpointView, Case]) -
     t = max((t for t in view.values() if any(c.missing for c in drawing(t).cells)), key=lambda t: t.numel())
     ax = view.plot.layout(t.name)
     assert [bool(p.get_hatch()) for p in ax.patches] == [c.missing for c in drawing(t).cells]
-    assert "its file is missing" in ax.get_title()
+    assert "its file is missing" in style.notes_of(ax)
 
 
 def test_colours_tell_ranks_apart() -> None:
     for n in (1, 2, 16, 17, 300):
-        colours = plot._colours([f"dp {k}" for k in range(n)])
+        colours = style.colours([f"dp {k}" for k in range(n)])
         assert len(set(colours.values())) == (n if n <= 256 else 256)
 
 
@@ -292,5 +326,5 @@ def test_looking_at_plots_loads_nothing(tmp_path: Path) -> None:
 def test_plot_says_what_there_is_to_call(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
     view = lazyckpt.open(tmp_path / "x.pt")
-    assert repr(view.plot) == "<plots of 1 tensor: .hist(), .layout(), .norms(), .singular_values()>"
-    assert repr(view["w"].plot) == "<plots of 'w': .hist(), .layout(), .singular_values()>"
+    assert repr(view.plot).startswith("<plots of 1 tensor: .architecture(), .bits(),")
+    assert repr(view["w"].plot).startswith("<plots of 'w': .bits(), .column_norms(), .heatmap(), .hist(), .layout(),")

@@ -45,7 +45,7 @@ class Course:
     steps
         The steps, ascending. Comparisons with the step before begin at the second one.
     kinds
-        The kinds of parameters, in order of appearance.
+        The kinds of parameters, in the order of `Layers`.
     layers
         The numbers of the layers, ascending.
     values

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, overload
 
 from ..core.dtypes import FROM_NAME, bits_of, dtype_of
 from ..errors import DataError, LazyckptError, and_more, printable
@@ -117,9 +117,9 @@ class Diff:
         return sum(row.by_digest for row in self.rows)
 
     @property
-    def differing(self) -> Diff:
+    def differing(self) -> Self:
         """The rows that are not equal."""
-        return Diff(tuple(row for row in self.rows if row.status != "equal"))
+        return type(self)(tuple(row for row in self.rows if row.status != "equal"))
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as plain objects."""

@@ -1,8 +1,7 @@
 """Quantities of tensors by kind of parameter and layer: what plots and tables of a whole model show.
 
-The layer of a tensor is the first number between the dots of its name, its kind is the name with "*" in place of every
-such number. Tensors of the same layer and kind (experts) are taken together. Everything here is computed from rows of
-statistics; nothing is read.
+`layer_and_kind` of inspect/architecture.py says which layer and kind a tensor is of. Tensors of the same layer and kind
+(experts) are taken together. Everything here is computed from rows of statistics; nothing is read.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import DataError
+from .architecture import ROLES, layer_and_kind, role_of
 from .table import Stats, Table
 
 Values = NDArray[np.float64]
@@ -36,29 +36,6 @@ QUANTITIES = {
 }
 SIGNED = frozenset(("mean", "min", "max"))
 SHARES = frozenset(("zeros", "nan", "inf"))
-
-
-def is_number(part: str) -> bool:
-    """Return whether a part of a name numbers a layer, an expert or the like."""
-    return part.isascii() and part.isdigit() and len(part) < 10
-
-
-def layer_of(name: str) -> int | None:
-    """Return the first number between the dots of a name, which is that of the layer.
-
-    >>> layer_of("model.layers.3.experts.7.w"), layer_of("model.norm.weight")
-    (3, None)
-    """
-    return next((int(part) for part in name.split(".") if is_number(part)), None)
-
-
-def kind_of(name: str) -> str:
-    """Return the kind of a parameter: its name with "*" for every number between dots.
-
-    >>> kind_of("model.layers.3.experts.7.w")
-    'model.layers.*.experts.*.w'
-    """
-    return ".".join("*" if is_number(part) else part for part in name.split("."))
 
 
 def kind_labels(kinds: Sequence[str]) -> list[str]:
@@ -94,7 +71,7 @@ class Layers:
     quantity
         One of `QUANTITIES`, or a name of the caller's.
     kinds
-        The kinds, in order of appearance.
+        The kinds: embeddings first, then those of layers by what they are for, what is in no layer, and the head.
     layers
         The numbers of the layers, ascending. Kinds that are in no layer have their value in ``alone``.
     values
@@ -145,13 +122,14 @@ def grouped(rows: Iterable[tuple[str, Any]]) -> dict[tuple[str, int | None], lis
     """Group what belongs to names by kind and layer."""
     cells: dict[tuple[str, int | None], list[Any]] = {}
     for name, one in rows:
-        cells.setdefault((kind_of(name), layer_of(name)), []).append(one)
+        layer, kind = layer_and_kind(name)
+        cells.setdefault((kind, layer), []).append(one)
     return cells
 
 
 def arranged(quantity: str, cells: Mapping[tuple[str, int | None], tuple[float, str]]) -> Layers:
     """Return the values and marks of (kind, layer) pairs as `Layers`."""
-    kinds = tuple(dict.fromkeys(kind for kind, _ in cells))
+    kinds = tuple(sorted(dict.fromkeys(kind for kind, _ in cells), key=_place))
     layers = tuple(sorted({layer for _, layer in cells if layer is not None}))
     rows, columns = ({one: n for n, one in enumerate(each)} for each in (kinds, layers))
     values = np.full((len(kinds), len(layers)), math.nan)
@@ -163,6 +141,14 @@ def arranged(quantity: str, cells: Mapping[tuple[str, int | None], tuple[float, 
             values[rows[kind], columns[layer]] = value
     marks = {cell: mark for cell, (_, mark) in cells.items() if mark}
     return Layers(quantity, kinds, layers, values, alone, marks)
+
+
+def _place(kind: str) -> tuple[int, int]:
+    """Return a key that sorts kinds as data passes through a model: embeddings, layers with norms last, the head."""
+    role = role_of(kind)
+    if "*" not in kind:
+        return {"embedding": 0, "head": 3}.get(role, 2), 0
+    return 1, ROLES.index(role)
 
 
 def by_layer(rows: Iterable[tuple[str, Stats]], quantity: str = "norm") -> Layers:

@@ -22,6 +22,7 @@ from .style import (
     headline,
     heat,
     legend,
+    log_axis,
     magnitudes,
     number,
     row_ticks,
@@ -33,7 +34,7 @@ from .style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_LEAST = math.log2(1.1)  # end of the scale of colours, at least: a tenth more or less than the median
+_LEAST = math.log2(1.25)  # end of the scale of colours, at least: a quarter more than the median
 _TEXTS = 60  # rows beside which their scale is written
 _LINES = 24  # kinds of a plot of curves
 
@@ -60,11 +61,12 @@ def layer_map(
     if not found.layers:
         values = np.full((len(found.kinds), 1), math.nan)
     values = values.copy()
-    for kind, value in found.alone.items():
-        values[found.kinds.index(kind), :] = value
     if scale is None:
         scale = "linear" if found.quantity in SHARES else "kind"
+    for kind, value in found.alone.items():
+        values[found.kinds.index(kind), :] = math.nan if scale == "kind" else value
     image, cut = _painted(ax, found, values, scale, theme)
+    _whole_rows(ax, found, image, columns, theme)
     row_ticks(ax, labels)
     if found.layers:
         column_ticks(ax, [str(layer) for layer in found.layers])
@@ -72,11 +74,14 @@ def layer_map(
     else:
         ax.set_xticks([])
     _marks(ax, found, columns, theme)
-    headline(ax, title, notes, theme)
+    blank = ["blank: 0"] if scale != "kind" and bool((values == 0).any()) else []
+    headline(ax, title, [*notes, *blank], theme)
     bar = colour_bar(ax, image, label or _label(found.quantity, scale), theme, extend="both" if cut else "neither")
     if scale == "kind" and found.quantity not in SIGNED:
         places = _steps(float(image.get_clim()[1]))
         bar.set_ticks([math.log2(p) for p in places], labels=[_times(p) for p in places])
+    if found.quantity in SHARES:
+        bar.ax.yaxis.set_major_formatter(lambda x, _: f"{100 * x:.3g}%")
     if scale == "kind" and len(found.kinds) <= _TEXTS:
         _scales(ax, found, theme)
     return ax
@@ -98,12 +103,24 @@ def _painted(ax: Any, found: Layers, values: Values, scale: Scale, theme: Theme)
         return heat(ax, np.clip(values, -99, 99), signed(theme), Normalize(-limit, limit), theme), cut
     good = values[np.isfinite(values) & (values > 0)]
     norm: Any = Normalize(0, float(good.max()) if good.size else 1)
-    colours = magnitudes(theme)
+    colours = magnitudes(theme).with_extremes(bad=theme.empty, under=theme.paper)
+    values = np.where(values == 0, -1, values)  # blank
     if scale == "log" and good.size:
         low, high = float(good.min()), float(good.max())
         norm = LogNorm(low, high if high > low else low * 1.0001)
-        colours = colours.with_extremes(bad=theme.empty, under=theme.paper)
+        values = np.where(values < 0, low / 2, values)
     return heat(ax, np.where(np.isfinite(values), values, math.nan), colours, norm, theme), False
+
+
+def _whole_rows(ax: Any, found: Layers, image: Any, columns: int, theme: Theme) -> None:
+    """Draw the rows of kinds that are in no layer as one cell."""
+    from matplotlib.patches import Rectangle
+
+    for kind in found.alone:
+        n = found.kinds.index(kind)
+        value = float(np.ma.filled(image.get_array(), math.nan)[n, 0])
+        colour = theme.empty if math.isnan(value) else image.cmap(image.norm(value))
+        ax.add_patch(Rectangle((-0.5, n - 0.46), columns, 0.92, facecolor=colour, linewidth=0, zorder=1.5))
 
 
 def ratios(values: Values, scales: Values) -> Values:
@@ -212,6 +229,7 @@ def layer_curves(
         log = found.quantity not in SIGNED | SHARES
     if log and bool((found.values > 0).any()):
         ax.set_yscale("log", nonpositive="mask")
+        log_axis(ax.yaxis, *ax.get_ylim())
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.02)
     ax.set(xlabel="layer", ylabel=label or QUANTITIES.get(found.quantity, found.quantity))

@@ -20,15 +20,17 @@ from .style import (
     Theme,
     axes_of,
     bare,
+    byte_axis,
     colour_bar,
     headline,
     heat,
     import_matplotlib,
     legend,
-    magnitudes,
+    mixed,
     on,
     short,
 )
+from .style import sizes as sizes_map
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,6 +135,7 @@ def _draw_tiles(ax: Any, found: Architecture, quantity: str, theme: Theme) -> No
     for kind, groups in kinds.items():
         roles.setdefault(groups[0].role, []).append(kind)
     by_role = sorted(roles.items(), key=lambda item: -sum(sizes[kind] for kind in item[1]))
+    tones = {role: mixed(colour, theme.paper, 0.2) for role, colour in _ROLES.items()}
     figure = ax.figure.figure
     inches = (
         ax.get_position().width * figure.get_size_inches()[0],
@@ -146,17 +149,22 @@ def _draw_tiles(ax: Any, found: Architecture, quantity: str, theme: Theme) -> No
             kind = some[tile.item]
             corner = outer.x + tile.x, outer.y + tile.y
             ax.add_patch(
-                Rectangle(corner, tile.wide, tile.high, facecolor=_ROLES[role], edgecolor=theme.paper, linewidth=1.2)
+                Rectangle(corner, tile.wide, tile.high, facecolor=tones[role], edgecolor=theme.paper, linewidth=1.2)
             )
             if sizes[kind] >= _WRITTEN * total:
                 count = sum(len(group.names) for group in kinds[kind])
-                _write(ax, tile, corner, labels[kind], count, sizes[kind], quantity, on(_ROLES[role]), inches[1])
+                _write(ax, tile, corner, labels[kind], count, sizes[kind], quantity, on(tones[role]), inches[1])
     ax.set(xlim=(0, ratio), ylim=(1, 0), xticks=[], yticks=[])
     bare(ax)
     handles = [
-        Patch(color=_ROLES[role], label=f"{role}  {sum(sizes[k] for k in some) / total:.0%}") for role, some in by_role
+        Patch(color=tones[role], label=f"{role}  {_share(sum(sizes[k] for k in some) / total)}")
+        for role, some in by_role
     ]
     legend(ax, theme, handles, outside=True)
+
+
+def _share(part: float) -> str:
+    return "<1%" if 0 < part < 0.005 else f"{part:.0%}"
 
 
 def _write(
@@ -171,16 +179,16 @@ def _write(
     scale: float,
 ) -> None:
     """Write the name, the size and the number of tensors into a rectangle, as far as there is room."""
-    wide, high = tile.wide * scale * 72, tile.high * scale * 72  # points
+    wide, high = 0.9 * tile.wide * scale * 72, 0.9 * tile.high * scale * 72  # points
     text = human_bytes(size) if quantity == "bytes" else human_count(size)
     lines = [short(label, 32), text + (f" in {count:,}" if count > 1 else "")]
     font = min(9.0, 0.9 * wide / (0.6 * max(len(line) for line in lines)))
-    if font < 5.5 and len(lines[0].rpartition(".")[2]) < len(lines[0]):
+    if font < 6.5 and len(lines[0].rpartition(".")[2]) < len(lines[0]):
         lines[0] = lines[0].rpartition(".")[2]
         font = min(9.0, 0.9 * wide / (0.6 * max(len(line) for line in lines)))
     while lines and len(lines) * font * 1.35 > high:
         lines.pop()
-    if font < 5.5 or not lines:
+    if font < 6 or not lines:
         return
     place = corner[0] + tile.wide / 2, corner[1] + tile.high / 2
     made = ax.text(*place, "\n".join(lines), ha="center", va="center", color=ink, fontsize=font, linespacing=1.3)
@@ -210,7 +218,7 @@ def draw_ranks(view: Namespace[Any], ax: Axes | None) -> Axes:
     from matplotlib.colors import Normalize
 
     values = np.array([[float(held.nbytes) if held is not None else np.nan for held in row] for row in grid.cells])
-    image = heat(ax, values, magnitudes(theme), Normalize(0, float(np.nanmax(values)) or 1.0), theme)
+    image = heat(ax, values, sizes_map(theme), Normalize(0, float(np.nanmax(values)) or 1.0), theme)
     ax.set_xticks(range(columns), labels=grid.columns)
     ax.set_yticks(range(rows), labels=grid.rows)
     if columns > _ACROSS / 2:
@@ -221,7 +229,7 @@ def draw_ranks(view: Namespace[Any], ax: Axes | None) -> Axes:
         ax.set_yticks(list(shown), labels=[grid.rows[n] for n in shown])
     _write_ranks(ax, grid, image, theme)
     bar = colour_bar(ax, image, "bytes that a rank holds", theme)
-    bar.ax.yaxis.set_major_formatter(lambda x, _: human_bytes(int(x)))
+    byte_axis(bar.ax.yaxis, image.norm.vmax)
     headline(ax, "What each rank holds", _rank_notes(found, known), theme)
     ax.set(xlabel=grid.across, ylabel=grid.down)
     return ax
@@ -299,7 +307,7 @@ def _rank_notes(found: Ranks, known: Sequence[RankHeld]) -> list[str]:
         f"{human_bytes(sum(held.nbytes for held in known))} in {plural(sum(len(h.files) for h in known), 'file')}"
     )
     rest = [held for held in found.ranks if held.rank is None]
-    if rest:
+    if any(held.nbytes for held in rest):
         notes.append(f"{human_bytes(sum(held.nbytes for held in rest))} in files of no known rank")
     if found.lost:
         notes.append(f"hatched: files are missing, {plural(len(found.lost), 'tensor')} of all states incomplete")
@@ -308,17 +316,17 @@ def _rank_notes(found: Ranks, known: Sequence[RankHeld]) -> list[str]:
 
 def _draw_files(found: Ranks, ax: Axes | None) -> Axes:
     """Draw the bytes of each file as bars, where the checkpoint names no ranks."""
-    held = sorted(found.files.values(), key=lambda one: -one.nbytes)
+    held = sorted((one for one in found.files.values() if one.nbytes), key=lambda one: -one.nbytes)
     shown = held[:_FILES]
     ax, theme = axes_of(ax, (7.4, 1.1 + 0.26 * max(1, len(shown))), grid="x")
     places = range(len(shown))
-    tones = [theme.lost if one.missing else "#0072b2" for one in shown]
+    tones = [theme.lost if one.missing else theme.accent for one in shown]
     ax.barh(places, [one.nbytes for one in shown], color=tones, height=0.7)
     ax.set_yticks(places, labels=[short(one.path, 44) for one in shown])
     ax.invert_yaxis()
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    ax.xaxis.set_major_formatter(lambda x, _: human_bytes(int(x)))
+    byte_axis(ax.xaxis, max((one.nbytes for one in shown), default=1))
     ax.set_xlabel("bytes of tensors")
     notes = [
         "the checkpoint names no ranks: its files",

@@ -9,7 +9,7 @@ memory, and inspect/ computes the numbers. Without matplotlib every plot raises 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,8 +19,11 @@ from ..inspect.stats import Bins, stats_of
 from ..lazy import LazyArray
 from . import tensor_plots
 from .by_layer import of_run, of_view
+from .model_plots import draw_architecture, draw_ranks
+from .overviews import tensor_overview, view_overview
 from .run_plots import steps_line
-from .style import import_matplotlib
+from .style import import_matplotlib, short
+from .value_plots import bits, heatmap, side_norms
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +42,106 @@ class TensorPlots:
 
     def __repr__(self) -> str:
         return f"<plots of {self._tensor.name!r}: {_kinds(self)}>"
+
+    def __call__(self) -> Figure:
+        """Plot `overview`."""
+        return self.overview()
+
+    def overview(self) -> Figure:
+        """Plot a heat map of the tensor, a histogram, norms of rows, singular values of a small matrix, and which rank
+        holds what.
+
+        The tensor is read once for each of them.
+
+        Raises
+        ------
+        DataError
+            If the elements are no numbers, or matplotlib is not installed. Errors of reading are raised, too.
+        """
+        return tensor_overview(self._tensor)
+
+    def heatmap(
+        self,
+        pool: Literal["mean", "absmax", "min", "max"] = "mean",
+        *,
+        cells: int = 512,
+        dims: tuple[int, int] | None = None,
+        at: Mapping[int, int] | None = None,
+        exact: bool = True,
+        ax: Axes | None = None,
+    ) -> Axes:
+        """Plot the values as a heat map. A cell pools several elements of a large tensor; the notes say how many.
+
+        Colours end at the 99.5th percentile of the magnitudes. Cells with NaN or infinities are marked. The tensor is
+        read once; a part of it (``t.lazy[:100].plot.heatmap()``) reads that part.
+
+        Parameters
+        ----------
+        pool
+            What a cell shows of its elements: the mean, the largest absolute value, the minimum or the maximum.
+        cells
+            Largest number of rows and of columns of cells, up to 2,048.
+        dims
+            The dimensions of rows and columns; by default the last two. A long vector is wrapped into rows.
+        at
+            Dimension -> index, for the other dimensions. Those without an index are pooled, too.
+        exact
+            False reads about 32 MiB of a larger tensor, spread over it.
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If the arguments do not fit the tensor, the elements are no numbers, or matplotlib is not installed. Errors
+            of reading are raised, too.
+        """
+        return heatmap(self._tensor, pool, cells, dims, at, exact, ax)
+
+    def row_norms(self, *, ax: Axes | None = None) -> Axes:
+        """Plot the L2 norm of every row: of the slices along the last dimension but one.
+
+        Rows whose norm is far from the median (dashed) have their number beside it. The tensor is read once. Of more
+        than 8,192 rows, groups are drawn.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If the tensor has fewer than two dimensions, its elements are no numbers, or matplotlib is not installed.
+            Errors of reading are raised, too.
+        """
+        return side_norms(self._tensor, "rows", ax)
+
+    def column_norms(self, *, ax: Axes | None = None) -> Axes:
+        """Plot the L2 norm of every column: of the slices along the last dimension. See `row_norms`.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            As for `row_norms`.
+        """
+        return side_norms(self._tensor, "columns", ax)
+
+    def bits(self) -> Figure:
+        """Plot how often each bit of the elements is 1, and how often each exponent occurs, for numbers of 8 and 16
+        bits. The tensor is read once.
+
+        Raises
+        ------
+        DataError
+            If the tensor has another dtype, or matplotlib is not installed. Errors of reading are raised, too.
+        """
+        return bits(self._tensor)
 
     def hist(self, bins: Bins = 100, *, log: bool = False, ax: Axes | None = None) -> Axes:
         """Plot a histogram of the finite elements.
@@ -154,6 +257,120 @@ class ViewPlots:
     def __repr__(self) -> str:
         return f"<plots of {plural(len(self._view), 'tensor')}: {_kinds(self)}>"
 
+    def __call__(self) -> Figure:
+        """Plot `overview`."""
+        return self.overview()
+
+    def overview(self, name: str | None = None) -> Figure:
+        """Plot the parameters by kind, what each rank holds, and the L2 norms by layer and kind, in one figure.
+
+        The view is read once for the norms, which are left out if it has more than 1 GiB.
+
+        Parameters
+        ----------
+        name
+            Plot `TensorPlots.overview` of this tensor.
+
+        Raises
+        ------
+        DataError
+            If the view has no tensors, or matplotlib is not installed.
+        """
+        return view_overview(self._view) if name is None else TensorPlots(_one(self._view, name)).overview()
+
+    def architecture(self, quantity: Literal["bytes", "parameters"] = "bytes", *, ax: Axes | None = None) -> Axes:
+        """Plot the parameters as a treemap: a rectangle for each kind, as large as its tensors in all layers together.
+
+        Colours tell what the parameters are for, by their names. No tensor data is read.
+
+        Parameters
+        ----------
+        quantity
+            What the areas stand for.
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If there is no such quantity, the view has no tensors, or matplotlib is not installed.
+        """
+        return draw_architecture(self._view, quantity, ax)
+
+    def ranks(self, *, ax: Axes | None = None) -> Axes:
+        """Plot how many bytes each rank holds of all states, on the mesh of the training run.
+
+        Ranks of which files are missing are hatched. If the checkpoint names no ranks, its files are drawn as bars. No
+        tensor data is read.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If matplotlib is not installed.
+        """
+        return draw_ranks(self._view, ax)
+
+    def difference(
+        self,
+        other: Any,
+        name: str,
+        pool: Literal["mean", "absmax", "min", "max"] = "mean",
+        *,
+        cells: int = 512,
+        ax: Axes | None = None,
+    ) -> Axes:
+        """Plot the signed difference of a tensor of two views, this minus ``other``, as a heat map.
+
+        `lazyckpt.diff` finds the tensors that differ. Both tensors are read once.
+
+        Parameters
+        ----------
+        other
+            The view to compare with.
+        name
+            The tensor's name in both views.
+        pool, cells, ax
+            See `TensorPlots.heatmap`.
+
+        Raises
+        ------
+        DataError
+            If the tensors have different shapes, or matplotlib is not installed. Errors of reading are raised, too.
+        """
+        import_matplotlib()
+        mine, theirs = _one(self._view, name), _one(other, name)
+        if mine.shape != theirs.shape:
+            raise DataError(f"{name!r} has the shapes {tuple(mine.shape)} and {tuple(theirs.shape)}: no difference")
+        one, two = (
+            view.select({_key(view, t, name)}.__contains__) for view, t in ((self._view, mine), (other, theirs))
+        )
+        (apart,) = (one - two).values()
+        label = "difference" if pool != "absmax" else "largest |difference|"
+        return heatmap(apart, pool, cells, None, None, True, ax, f"Difference of {short(mine.name, 52)}", label)
+
+    def heatmap(
+        self, name: str, pool: Literal["mean", "absmax", "min", "max"] = "mean", *, ax: Axes | None = None, **how: Any
+    ) -> Axes:
+        """Plot `TensorPlots.heatmap` of the tensor ``name``."""
+        return TensorPlots(_one(self._view, name)).heatmap(pool, ax=ax, **how)
+
+    def row_norms(self, name: str, *, ax: Axes | None = None) -> Axes:
+        """Plot `TensorPlots.row_norms` of the tensor ``name``."""
+        return TensorPlots(_one(self._view, name)).row_norms(ax=ax)
+
+    def column_norms(self, name: str, *, ax: Axes | None = None) -> Axes:
+        """Plot `TensorPlots.column_norms` of the tensor ``name``."""
+        return TensorPlots(_one(self._view, name)).column_norms(ax=ax)
+
+    def bits(self, name: str) -> Figure:
+        """Plot `TensorPlots.bits` of the tensor ``name``."""
+        return TensorPlots(_one(self._view, name)).bits()
+
     def hist(self, name: str, bins: Bins = 100, *, log: bool = False, ax: Axes | None = None) -> Axes:
         """Plot `TensorPlots.hist` of the tensor ``name``."""
         return TensorPlots(_one(self._view, name)).hist(bins, log=log, ax=ax)
@@ -213,6 +430,21 @@ class RunPlots(ViewPlots):
         """Plot `StepPlots.steps` of the tensor ``name``."""
         return StepPlots(_one(self._view, name)).steps(quantity, ax=ax)
 
+    def overview(self, name: str | None = None) -> Figure:
+        """Plot `dynamics` of the L2 norms, or `TensorPlots.overview` of the tensor ``name``.
+
+        Parameters
+        ----------
+        name
+            A tensor of the run, with its steps as the first dimension.
+
+        Raises
+        ------
+        DataError
+            If there are no tensors, or matplotlib is not installed.
+        """
+        return self.dynamics() if name is None else TensorPlots(_one(self._view, name)).overview()
+
     def dynamics(self, quantity: str = "norm") -> Figure:
         """Plot a quantity of all tensors over the steps: a panel for each kind of parameter, a line for each layer.
 
@@ -250,6 +482,13 @@ def _value(found: Any) -> float:
 def _kinds(plots: object) -> str:
     """Return the names of the plots, for ``repr``."""
     return ", ".join(f".{name}()" for name in dir(plots) if not name.startswith("_"))
+
+
+def _key(view: Any, t: LazyArray, name: str) -> str:
+    """Return the name that a view lists a tensor under, which ``name`` may shorten."""
+    if name in view.full_names:
+        return name
+    return next(key for key, full in view.full_names.items() if t.name in (full, view.owner(key)))
 
 
 def _one(view: Mapping[str, LazyArray], name: str) -> LazyArray:

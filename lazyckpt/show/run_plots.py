@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..inspect.course import Course
-from .style import axes_of, dress, headline, new_figure, number, shades, short
+from .style import axes_of, dress, headline, log_axis, new_figure, number, shades, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BLUE = "#0072b2"
 _PANELS = 24  # kinds that are drawn
 _NAMED = 8  # lines that have entries in a legend; more have a bar of colours
 
@@ -23,7 +22,7 @@ def steps_line(name: str, label: str, steps: list[int], values: list[float], ax:
     from matplotlib.ticker import MaxNLocator
 
     ax, theme = axes_of(ax, (6.4, 3.2), grid="y")
-    ax.plot(steps, values, color=_BLUE, linewidth=1.8, marker="o", markersize=4, label=short(name))
+    ax.plot(steps, values, color=theme.accent, linewidth=1.8, marker="o", markersize=4, label=short(name))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.margins(x=0.03)
     ax.set(xlabel="step", ylabel=label)
@@ -55,7 +54,7 @@ def multiples(found: Course, title: str) -> Figure:
             ax.plot(found.steps, found.alone[kinds[n]], color=theme.soft, linewidth=1.5, **_points(found))
         if log:
             ax.set_yscale("log", nonpositive="mask")
-            ax.yaxis.set_tick_params(which="minor", labelleft=False)
+            log_axis(ax.yaxis, *ax.get_ylim())
         else:
             ax.yaxis.set_major_locator(MaxNLocator(4))
         ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -67,11 +66,11 @@ def multiples(found: Course, title: str) -> Figure:
     return figure
 
 
-_SHARED = frozenset(("growth", "drift", "change", "cosine", "zeros", "nan", "inf"))  # one axis for all kinds
+_SHARED = frozenset(("drift", "change", "cosine", "zeros", "nan", "inf"))  # one axis for all kinds
 
 
 def _points(found: Course) -> dict[str, Any]:
-    return {"marker": "o", "markersize": 2.5} if len(found.steps) <= 12 else {}
+    return {"marker": "o", "markersize": 2} if len(found.steps) <= 12 else {}
 
 
 def _title(figure: Any, theme: Any, title: str, found: Course) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.units import human_bytes
 from ..errors import DataError, printable
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 LABEL = 40  # characters of a label
 _SMALL, _PLAIN, _LARGE = 7.5, 8.5, 10.5  # sizes of text in points
-_ACROSS = 14.0  # characters of small text in an inch
+_ACROSS, _BOLD = 15.5, 11.0  # characters of small text, and of titles, in an inch
 _CYCLE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a300", "#6e7781")  # Okabe and Ito
 _TICKS = 40  # labels along an axis
 
@@ -47,10 +48,12 @@ class Theme:
     """Cells without a value."""
     lost: str
     """What cannot be read."""
+    accent: str
+    """A single line, or bars."""
 
 
-LIGHT = Theme("#ffffff", "#1f2328", "#59636e", "#d5dbe1", "#eef1f4", "#b3401b")
-DARK = Theme("#14181d", "#e6edf3", "#a3aeb9", "#3a424b", "#232a31", "#ff9166")
+LIGHT = Theme("#ffffff", "#1f2328", "#59636e", "#d5dbe1", "#eef1f4", "#b3401b", "#0072b2")
+DARK = Theme("#14181d", "#e6edf3", "#a3aeb9", "#3a424b", "#232a31", "#ff9166", "#4aa3f0")
 
 
 def import_matplotlib() -> Any:
@@ -117,9 +120,13 @@ def bare(ax: Any) -> None:
 
 def headline(ax: Any, title: str, notes: Iterable[str] = (), theme: Theme = LIGHT) -> None:
     """Write a title over Axes, at their left, and below it the notes in small text."""
-    wide = max(1.5, ax.get_position().width * ax.figure.figure.get_size_inches()[0] * 1.1)
-    text = " \N{MIDDLE DOT} ".join(note for note in notes if note)
-    lines = wrap(text, max(20, int(wide * _ACROSS)), break_long_words=True) if text else []
+    place, figure = ax.get_position(), ax.figure.figure
+    spec = ax.get_subplotspec()
+    last = spec is None or spec.is_last_col()
+    wide = max(1.5, (1 - place.x0 if last else place.width * 1.1) * figure.get_size_inches()[0] - 0.1)
+    room = max(16, int(wide * _BOLD))
+    title = title if len(title) <= room else "\N{HORIZONTAL ELLIPSIS}" + title[1 - room :]
+    lines = _lines([note for note in notes if note], max(20, int(wide * _ACROSS)))
     pad = 7 + (len(lines) * _PLAIN * 1.25 + 3 if lines else 0)
     ax.set_title(title, x=0, ha="left", loc="center", pad=pad, color=theme.ink, fontsize=_LARGE, fontweight="bold")
     if lines:
@@ -128,9 +135,21 @@ def headline(ax: Any, title: str, notes: Iterable[str] = (), theme: Theme = LIGH
         note.set_in_layout(False)
 
 
+def _lines(notes: Sequence[str], width: int) -> list[str]:
+    """Return notes as lines of text, with as many on a line as fit."""
+    lines: list[str] = []
+    for note in notes:
+        joined = f"{lines[-1]} \N{MIDDLE DOT} {note}" if lines else note
+        if lines and len(joined) <= width:
+            lines[-1] = joined
+        else:
+            lines += wrap(note, width)
+    return lines
+
+
 def notes_of(ax: Any) -> str:
     """Return the notes below the title of Axes."""
-    return " ".join(text.get_text() for text in ax.texts if text.get_gid() == "note")
+    return " ".join(text.get_text().replace("\n", " ") for text in ax.texts if text.get_gid() == "note")
 
 
 def legend(ax: Any, theme: Theme, handles: Sequence[Any] | None = None, title: str = "", outside: bool = False) -> None:
@@ -154,14 +173,41 @@ def legend(ax: Any, theme: Theme, handles: Sequence[Any] | None = None, title: s
 
 def colour_bar(ax: Any, image: Any, label: str, theme: Theme, **options: Any) -> Any:
     """Add a slim bar of the colours of an image, with its label."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import MaxNLocator
+
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.05, pad=0.02, aspect=22, **options)
     bar.outline.set_visible(False)
     bar.ax.tick_params(which="both", color=theme.line, labelcolor=theme.soft, labelsize=_SMALL, length=2, width=0.8)
     bar.set_label(label, color=theme.soft, fontsize=_PLAIN)
+    long = getattr(bar, "long_axis", bar.ax.yaxis)
+    if isinstance(image.norm, LogNorm):
+        log_axis(long, image.norm.vmin, image.norm.vmax)
+    else:
+        long.set_major_locator(MaxNLocator(5))
     bar.ax.minorticks_off()
     for axis in (bar.ax.xaxis, bar.ax.yaxis):
         axis.get_offset_text().set(color=theme.soft, fontsize=_SMALL)
     return bar
+
+
+def log_axis(axis: Any, low: float, high: float) -> None:
+    """Label a logarithmic axis with plain numbers: powers of ten, and 2 and 5 between them if there are few."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    few = high < 1000 * low
+    axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def byte_axis(axis: Any, most: float) -> None:
+    """Label an axis of bytes from 0 to ``most`` with round sizes."""
+    step = 1
+    while most > 5 * step:
+        step *= 2
+    ticks = [n * step for n in range(int(most // step) + 1)]
+    axis.set_ticks(ticks, labels=[human_bytes(tick).replace(".0 ", " ") for tick in ticks])
 
 
 # -- colours
@@ -171,6 +217,13 @@ def magnitudes(theme: Theme) -> Colormap:
     """Return the map for numbers of one sign: viridis. Cells without a value have a colour of their own."""
     found: Colormap = import_matplotlib().get_cmap("viridis").with_extremes(bad=theme.empty)
     return found
+
+
+def sizes(theme: Theme) -> Colormap:
+    """Return the map for sizes from 0: from the colour of an empty cell to blue."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("sizes", [theme.empty, theme.accent], 255).with_extremes(bad=theme.paper)
 
 
 def signed(theme: Theme) -> Colormap:
@@ -195,13 +248,20 @@ def colours(labels: Sequence[str]) -> dict[str, Any]:
     if len(labels) <= len(some):
         return dict(zip(labels, some, strict=False))
     scale = import_matplotlib().get_cmap("viridis")
-    return {label: to_hex(scale(n / (len(labels) - 1)), keep_alpha=True) for n, label in enumerate(labels)}
+    return {label: scale(n / (len(labels) - 1)) for n, label in enumerate(labels)}
 
 
 def shades(count: int) -> list[Any]:
     """Return colours for numbered things, such as layers or steps, from dark to light."""
     scale = import_matplotlib().get_cmap("viridis")
     return [scale(0.92 * n / max(1, count - 1)) for n in range(count)]
+
+
+def mixed(colour: str, other: str, share: float) -> Any:
+    """Return a colour with a share of another one in it."""
+    from matplotlib.colors import to_rgb
+
+    return tuple((1 - share) * a + share * b for a, b in zip(to_rgb(colour), to_rgb(other), strict=True))
 
 
 def on(colour: Any) -> str:
@@ -257,7 +317,7 @@ def column_ticks(ax: Any, labels: Sequence[str], slanted: bool = False) -> None:
     if len(labels) <= room:
         shown = list(range(len(labels)))
     elif len(known) >= len(labels) - 1 and not slanted:
-        every = next(n for n in _round() if sum(k % n == 0 for k in known) <= room)
+        every = next(n for n in _round() if sum(k % n == 0 for k in known) <= 16)
         shown = [at for at, n in enumerate(numbers) if n is None or n % every == 0]
     else:
         shown = _spread(len(labels), room)

@@ -17,6 +17,7 @@ from .style import (
     headline,
     import_matplotlib,
     legend,
+    log_axis,
     number,
     on,
     short,
@@ -25,7 +26,6 @@ from .style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_BLUE = "#0072b2"
 _LEGEND = 16  # maximum number of entries of a legend, and of distinct colours
 _TEXTS = 80  # labels are written on the cells of drawings with at most this many
 _ENERGY = 0.99  # share of the squares of the singular values that is marked
@@ -36,7 +36,7 @@ def title_of(t: LazyArray) -> str:
     return short(t.name, 64)
 
 
-def kind_of(t: LazyArray) -> str:
+def facts_of(t: LazyArray) -> str:
     """Return dtype, shape and size of a tensor as a note."""
     return f"{t.spec.dtype.short} [{', '.join(map(str, t.shape))}], {human_bytes(t.nbytes)}"
 
@@ -47,7 +47,7 @@ def hist(t: LazyArray, bins: Bins, log: bool, ax: Axes | None) -> Axes:
     found = stats_of(t, bins)
     assert found.histogram is not None  # because bins were given
     ax, theme = axes_of(ax, (6.4, 3.4), grid="y")
-    ax.stairs(found.histogram.counts, found.histogram.edges, fill=True, color=_BLUE, linewidth=0)
+    ax.stairs(found.histogram.counts, found.histogram.edges, fill=True, color=theme.accent, linewidth=0)
     if log:
         ax.set_yscale("log", nonpositive="clip")
         ax.set_ylim(bottom=0.5)
@@ -56,7 +56,7 @@ def hist(t: LazyArray, bins: Bins, log: bool, ax: Axes | None) -> Axes:
         _in_thousands(ax.yaxis)
     ax.margins(x=0.01)
     odd = {"NaN": found.nan, "+Inf": found.posinf, "-Inf": found.neginf}
-    notes = [kind_of(t)]
+    notes = [facts_of(t)]
     if found.mean is not None and found.finite:
         notes.append(
             f"mean {number(found.mean)}, std {number(found.std or 0.0)}, largest |x| {number(found.absmax or 0.0)}"
@@ -80,11 +80,12 @@ def spectrum(t: LazyArray, ax: Axes | None) -> Axes:
     import_matplotlib()
     values = singular_values(t).numpy()
     ax, theme = axes_of(ax, (6.4, 3.4), grid="y")
-    ax.plot(np.arange(1, len(values) + 1), values, color=_BLUE, linewidth=1.8)
-    notes = [kind_of(t)]
+    ax.plot(np.arange(1, len(values) + 1), values, color=theme.accent, linewidth=1.8)
+    notes = [facts_of(t)]
     largest = float(values[0]) if len(values) else 0.0
     if largest > 0:
         ax.set_yscale("log", nonpositive="mask")
+        log_axis(ax.yaxis, *ax.get_ylim())
         if float(values[-1]) < ACCURACY * largest:
             ax.axhline(ACCURACY * largest, color=theme.soft, linestyle=":", linewidth=1.2, label="accuracy")
             ax.set_ylim(bottom=ACCURACY * largest / 10)
@@ -130,7 +131,7 @@ def layout(t: LazyArray, ax: Axes | None) -> Axes:
         ax.set_yticks([])
     if 1 < len(labels) <= _LEGEND:
         legend(ax, theme, [Patch(color=palette[label], label=short(label)) for label in labels], outside=True)
-    notes = [kind_of(t)]
+    notes = [facts_of(t)]
     if len(labels) > _LEGEND:
         notes.append(f"{len(labels):,} ranks, from {short(labels[0])} to {short(labels[-1])}")
     if any(cell.missing for cell in drawn.cells):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import DataError
-from ..inspect.layers import arranged, kind_of
+from ..inspect.architecture import layer_and_kind
+from ..inspect.layers import arranged
 from ..inspect.updates import UpdateSize, UpdateTable
 from .layer_plots import layer_map
 from .style import (
@@ -46,7 +47,7 @@ def layers_by_kind(table: UpdateTable, quantity: str, ax: Axes | None) -> Axes:
     import_matplotlib()
     cells: dict[tuple[str, int | None], list[UpdateSize]] = {}
     for one in table:
-        cells.setdefault((kind_of(one.name), one.layer), []).append(one)
+        cells.setdefault((layer_and_kind(one.name)[1], one.layer), []).append(one)
     found = arranged(
         quantity,
         {

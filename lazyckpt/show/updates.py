@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..derive.updates import Step
 from ..errors import DataError, Problem
-from ..inspect.layers import layer_of
+from ..inspect.architecture import layer_and_kind
 from ..inspect.updates import Measured, UpdateSize, UpdateTable, measured
 from ..lazy import LazyArray
 from ..namespace import Namespace
@@ -121,7 +121,7 @@ class Updates(Mapping[str, LazyArray]):
         for name, full in self.view.full_names.items():
             one = self.steps[full]
             row = UpdateSize(
-                name, layer_of(full), step, one.optimizer, one.lr, one.rate, one.exact, count=one.update.numel
+                name, layer_and_kind(full)[0], step, one.optimizer, one.lr, one.rate, one.exact, count=one.update.numel
             )
             weight = LazyArray(store, one.weight)
             old = None if before is None else before.steps.get(full)

@@ -26,13 +26,13 @@ from .style import (
     number,
     signed,
 )
-from .tensor_plots import kind_of, title_of
+from .tensor_plots import facts_of, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_BLUE, _ORANGE, _GREEN = "#0072b2", "#d55e00", "#009e73"
+_ORANGE, _GREEN = "#d55e00", "#009e73"
 _ROBUST = 99.5  # percentile of the magnitudes at which the colours end
 _LONG, _SHORT = 5.2, 1.3  # inches of the longer side of a heat map, and of the shorter one at least
 _POOLS = {"mean": "mean", "absmax": "largest |x|", "min": "minimum", "max": "maximum"}
@@ -106,7 +106,7 @@ def draw_pixels(t: LazyArray, found: Pixels, pool: str, ax: Axes | None, title: 
         ax.set_yticks([])
     extend = "neither" if largest <= limit else "both" if two else "max"
     colour_bar(ax, image, label or (_POOLS[pool] if _cell(found) != "1" else "value"), theme, extend=extend)
-    headline(ax, title, [kind_of(t), *_notes(t, found, pool, largest)], theme)
+    headline(ax, title, [facts_of(t), *_notes(t, found, pool, largest)], theme)
     return ax
 
 
@@ -118,7 +118,7 @@ def _least(values: Any) -> float:
 def _size(high: int, wide: int) -> tuple[float, float]:
     """Return the size of the figure of a heat map: to scale, unless a side would be too short."""
     scale = _LONG / max(high, wide, 1)
-    return max(_SHORT, wide * scale) + 1.9, max(0.5 if high == 1 else _SHORT, high * scale * 0.82) + 1.15
+    return max(_SHORT, wide * scale, 2.7) + 1.9, max(0.5 if high == 1 else _SHORT, high * scale * 0.82) + 1.15
 
 
 def _cell(found: Pixels) -> str:
@@ -166,10 +166,10 @@ def side_norms(t: LazyArray, side: Literal["rows", "columns"], ax: Axes | None) 
     middles = (edges[:-1] + edges[1:] - 1) / 2
     good = values[np.isfinite(values)]
     median = float(np.median(good)) if good.size else math.nan
-    ax.plot(middles, values, color=_BLUE, linewidth=0.9 if len(values) > 200 else 1.4)
+    ax.plot(middles, values, color=theme.accent, linewidth=0.9 if len(values) > 200 else 1.4)
     ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
-    notes = [kind_of(t)]
+    notes = [facts_of(t)]
     if good.size:
         ax.axhline(median, color=theme.soft, linewidth=0.9, linestyle=(0, (4, 3)))
         notes.append(f"median {number(median)}, dashed")
@@ -209,16 +209,19 @@ def bits(t: LazyArray) -> Figure:
     parts = [*["sign"] * layout.sign, *["exponent"] * layout.exponent, *["mantissa"] * layout.mantissa]
     if not layout.exponent:
         parts = [*["sign"] * layout.sign, *["number"] * layout.mantissa]
-    tones = {"sign": _ORANGE, "exponent": _BLUE, "mantissa": _GREEN, "number": _BLUE}
+    tones = {"sign": _ORANGE, "exponent": theme.accent, "mantissa": _GREEN, "number": theme.accent}
     left.bar(range(layout.width), found.ones, color=[tones[part] for part in parts], width=0.82)
     left.axhline(0.5, color=theme.soft, linewidth=0.9, linestyle=(0, (4, 3)))
     left.set_xticks(range(layout.width), labels=[str(n) for n in reversed(range(layout.width))])
-    left.set(ylim=(0, 1), xlabel="bit, the highest first", ylabel="share of elements in which it is 1")
+    left.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    left.set(ylim=(0, 1.2), xlabel="bit, the highest first", ylabel="share of elements in which it is 1")
     handles = [Patch(color=tones[part], label=part) for part in dict.fromkeys(parts)]
-    made = left.legend(handles=handles, frameon=False, fontsize=8, ncols=3, loc="upper right", labelcolor=theme.ink)
+    made = left.legend(
+        handles=handles, frameon=False, fontsize=8, ncols=3, loc="upper left", borderaxespad=0.1, labelcolor=theme.ink
+    )
     made.set_in_layout(False)
     share = f"{found.distinct:,} of {1 << layout.width:,} patterns occur, {found.entropy:.1f} bits of entropy"
-    headline(left, title_of(t), [kind_of(t), share], theme)
+    headline(left, title_of(t), [facts_of(t), share], theme)
     right, _ = axes_of(right, grid="y")
     _exponents(right, found, theme)
     return figure
@@ -228,11 +231,11 @@ def _exponents(ax: Any, found: Bits, theme: Theme) -> None:
     """Draw how often each exponent occurs or, for integers, each value."""
     layout = found.layout
     if found.exponents is None:
-        ax.bar(found.values, found.counts, color=_BLUE, width=max(0.8, float(np.ptp(found.values)) / 200))
+        ax.bar(found.values, found.counts, color=theme.accent, width=max(0.8, float(np.ptp(found.values)) / 200))
         ax.set(xlabel="value", ylabel="elements")
     else:
         used = np.flatnonzero(found.exponents)
-        ax.bar(used - layout.bias, found.exponents[used], color=_BLUE, width=0.85)
+        ax.bar(used - layout.bias, found.exponents[used], color=theme.accent, width=0.85)
         ax.set(xlabel=f"exponent: |x| is near 2 to this power (bias {layout.bias})", ylabel="elements")
     ax.set_yscale("log", nonpositive="clip")
     ax.set_ylim(bottom=0.5)
