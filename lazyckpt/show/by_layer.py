@@ -15,7 +15,7 @@ from ..inspect.layers import QUANTITIES, SHARES, SIGNED, Layers, by_layer
 from ..inspect.stats import stats_of_all
 from ..lazy import LazyArray
 from ..markup import cell, page, safe, table, tag
-from .layer_plots import layer_curves, layer_map, ratios
+from .layer_plots import layer_curves, layer_map, limit_of, ratios
 from .run_plots import multiples
 from .style import import_matplotlib
 
@@ -150,8 +150,7 @@ def _tints(found: Layers) -> Any:
         parts = found.values / most
     else:
         found_ratios = ratios(found.values, found.scales())
-        most = max(0.15, float(np.nanmax(np.abs(np.where(np.isfinite(found_ratios), found_ratios, 0)), initial=0.0)))
-        parts = found_ratios / most
+        parts = found_ratios / limit_of(found_ratios)
 
     def style(n: int, k: int) -> str:
         x = float(np.clip(parts[n, k], -1, 1)) if math.isfinite(parts[n, k]) else 0.0

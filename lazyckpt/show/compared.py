@@ -74,7 +74,7 @@ class Diff(inspected.Diff):
             rows.append(
                 [
                     cell(tag("code", safe(name)), "w"),
-                    cell(safe(relative), css),
+                    cell(safe(relative if line.kind in ("values", "equal") else line.kind), css),
                     *(cell(safe(text)) for text in (cosine, maximum)),
                     cell(safe(kind), "l"),
                     cell(safe(count)),

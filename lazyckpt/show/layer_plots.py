@@ -98,7 +98,7 @@ def _painted(ax: Any, found: Layers, values: Values, scale: Scale, theme: Theme)
         return heat(ax, values, signed(theme), Normalize(-1, 1), theme), False
     if scale == "kind":
         values = ratios(values, found.scales())
-        limit = _limit(values)
+        limit = limit_of(values)
         cut = bool((np.abs(values) > limit * 1.0001).any())
         return heat(ax, np.clip(values, -99, 99), signed(theme), Normalize(-limit, limit), theme), cut
     good = values[np.isfinite(values) & (values > 0)]
@@ -133,7 +133,7 @@ def ratios(values: Values, scales: Values) -> Values:
     return found
 
 
-def _limit(ratios: Values) -> float:
+def limit_of(ratios: Values) -> float:
     """Return the end of the scale of colours: the largest deviation, but an outlier does not flatten the rest."""
     found = np.abs(ratios[np.isfinite(ratios)])
     if not found.size:

@@ -47,6 +47,6 @@ def _list(lines: Sequence[Line], depth: int, levels: int) -> str:
             start = "<details open>" if depth + 1 < levels else "<details>"
             items.append(tag("li", f"{start}<summary>{key}{value}</summary>\n{inner}</details>"))
         else:
-            items.append(tag("li", f"{key}{value}", "leaf"))
+            items.append(tag("li", f"{key}{value}", "line"))
         at = end
     return tag("ul", "\n".join(items))

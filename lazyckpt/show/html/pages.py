@@ -8,12 +8,12 @@ from typing import Any
 
 from ...core.expr import formula
 from ...core.names import natural
-from ...core.units import human_bytes, human_count, plural
+from ...core.units import human_bytes, plural
 from ...errors import Problem, and_more
 from ...lazy import LazyArray
 from ...markup import Shown, cell, dtype_class, page, safe, table, tag
 from ...namespace import Namespace, plain_meta
-from ..layout import Cell, Drawing, Holder, drawing, ranges
+from ..layout import Cell, Drawing, Holder, drawing, holders, ranges
 from ..outline import outline
 from ..text import facts
 from ..values import Sample, corners, sample, text_histogram, values
@@ -178,7 +178,7 @@ def _totals(view: Namespace[Any]) -> str:
     if not found:
         return ""
     bar = "".join(
-        tag("span", "", f"fill {dtype_class(dtype)}", style=f"flex:{nbytes / total:.4g} 1 0") for dtype, nbytes in found
+        tag("span", "", f"fill {dtype_class(dtype)}", style=f"flex:{nbytes / total:.4g}") for dtype, nbytes in found
     )
     texts = [
         tag("span", f"{tag('b', dtype.short, dtype_class(dtype))} {human_bytes(nbytes)} ({_percent(nbytes, total)})")
@@ -268,10 +268,19 @@ def _meta(view: Namespace[Any]) -> str:
 _META = 40  # lines of the metadata in the output of a view
 
 
-def tensor_html(t: LazyArray, more: str = "") -> str:
-    """Return a description of a tensor and a map of its blocks, and ``more`` (HTML) below. No tensor data is read."""
+def tensor_html(t: LazyArray, numbers: str = "", more: str = "") -> str:
+    """Return a description of a tensor beside a map of its blocks. ``numbers`` (HTML) stands below the description,
+    ``more`` below all. No tensor data is read."""
     head = f"{tag('b', tag('code', safe(t.name, 400)))} · {kind_html(t)}"
-    known = [("size", f"{human_bytes(t.nbytes)} · {human_count(t.numel())} element{'s' * (t.numel() != 1)}")]
+    known = [
+        ("size", f"{human_bytes(t.nbytes)}"),
+        ("elements", f"{t.numel():,}"),
+    ]
+    held = holders(t)
+    ranks = {holder.rank for holder in held if holder.rank is not None}
+    if held:
+        files = plural(len({holder.path for holder in held}), "file")
+        known.append(("held by", f"{plural(len(ranks), 'rank')}, in {files}" if len(ranks) > 1 else files))
     if tuple(t.shape) != t.spec.shape:
         known.append(("part", f"of a tensor of shape [{', '.join(map(str, t.spec.shape))}]"))
     if t.spec.stored_as:
@@ -281,7 +290,7 @@ def tensor_html(t: LazyArray, more: str = "") -> str:
     if t.spec.rule:
         known.append(("rule", t.spec.rule))
     body = "".join(f"<tr>{cell(what, 'l')}{cell(safe(text, 400), 'l')}</tr>" for what, text in known)
-    facts = tag("div", f"<table><tbody>{body}</tbody></table>", "facts")
+    facts = tag("div", f"<table><tbody>{body}</tbody></table>\n{numbers}", "facts")
     card = tag("div", f"{facts}\n{tag('div', map_html(t))}", "card")
     return page([tag("div", head, "head"), card, more])
 
@@ -300,12 +309,12 @@ def values_html(t: LazyArray) -> str:
 
 def shown(t: LazyArray, histogram: bool, numbers: bool) -> Shown:
     """Return the result of `LazyTensor.show`."""
-    more, lines = "", [repr(t)]
+    corner, bars, lines = "", "", [repr(t)]
     if numbers or histogram:
-        more += values_html(t)
+        corner = values_html(t)
         lines.append(values(t))
     if histogram:
         found = sample(t)
         lines += [text_histogram(found), *found.lines]
-        more += histogram_html(found)
-    return Shown("\n".join(line for line in lines if line), tensor_html(t, more))
+        bars = histogram_html(found)
+    return Shown("\n".join(line for line in lines if line), tensor_html(t, corner, bars))

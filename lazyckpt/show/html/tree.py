@@ -202,7 +202,7 @@ def _label(row: Row, lost: bool = False) -> str:
     if row.leaf and row.node.tied:
         name += " " + tag("span", f"= {tag('code', safe(row.node.tied))}", "dim")
     if lost:
-        name += tag("span", "missing", "mark")
+        name += tag("span", "incomplete", "mark")
     return f'<span class="name">{name}</span>'
 
 
