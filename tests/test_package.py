@@ -121,7 +121,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor",),
     ("view",),
     ("adapting", "browse", "combining", "deepspeed", "distributed", "engine", "runs"),
-    ("recipes",),
+    ("exploring", "recipes"),
     ("", "demo"),  # "": lazyckpt/__init__.py
     ("cli", "testing"),
     ("__main__",),

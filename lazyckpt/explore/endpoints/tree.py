@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ...show.outline import Outline
 from ..query import Query
-from ..subject import Subject
+from ..subject import Subject, Wanted
 
 
 def tree(subject: Subject, query: Query) -> dict[str, Any]:
@@ -30,4 +31,14 @@ def tree(subject: Subject, query: Query) -> dict[str, Any]:
     }
 
 
+def _report(subject: Subject) -> Iterator[Wanted]:
+    yield Wanted("tree", {})
+    if subject.other is not None:
+        yield Wanted("tree", {"side": "b"})
+    for state in subject.view.states:
+        if state != subject.view.state:
+            yield Wanted("tree", {"state": state})
+
+
 ENDPOINTS = {"tree": tree}
+REPORT = _report
