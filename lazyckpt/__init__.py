@@ -38,12 +38,13 @@ if _TYPE_CHECKING:
     from .core.placement import Mesh
     from .exploring import serve
     from .export.options import WriteResult
-    from .inspect.diff import Diff, Difference
+    from .inspect.diff import Difference
     from .inspect.manifest import Digest
     from .inspect.report import Finding, Report
     from .inspect.scan.folder import scan
     from .io.containers.pickle.records import Opaque
     from .runs.compare import diff, digest
+    from .show.compared import Diff
     from .runs.delta import Delta, delta
     from .runs.prune import Pruned, prune
     from .runs.verify import verify

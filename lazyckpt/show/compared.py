@@ -63,7 +63,7 @@ class Diff(inspected.Diff):
         found = [differences(self.rows, quantity) for quantity in _LABELS]
         if not any(row.relative is not None for row in self.rows):
             raise DataError("no elements of the two checkpoints were compared: there is nothing to draw")
-        return _two_panels(found, counts(self), lines)
+        return _two_panels(found, counts(self.rows), lines)
 
     def _repr_html_(self) -> str:
         found = lines_of(self)
@@ -84,12 +84,12 @@ class Diff(inspected.Diff):
         notes = []
         if self.digests:
             notes.append(f"{self.digests:,} compared by the digests of manifests")
-        moved = changed_prefix(self)
+        moved = changed_prefix(self.rows)
         if moved is not None:
             notes.append(f"{moved[1]:,} names of one checkpoint begin with {moved[0]!r} in the other")
         if len(found) > _ROWS:
             notes.append(f"{and_more(len(found) - _ROWS, 'lines')}: pandas.DataFrame(diff)")
-        head = tag("div", tag("b", safe(counts(self), 300)), "head")
+        head = tag("div", tag("b", safe(counts(self.rows), 300)), "head")
         below = [tag("div", safe(note, 300), "note") for note in notes]
         return page([head, table(_HEAD, rows) if rows else "", *below])
 

@@ -89,7 +89,7 @@ class Outline:
 
     def kind(self, mark: int) -> tuple[str, int]:
         """Return the dtype, by its short name, and the bytes of the tensors of a mark."""
-        shape, dtype = self._kinds[mark]
+        shape, dtype = self.kinds[mark]
         return dtype.short, prod(shape) * dtype.itemsize
 
     def dtypes(self) -> list[tuple[Any, int]]:

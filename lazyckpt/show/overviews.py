@@ -59,16 +59,16 @@ def tensor_overview(t: LazyArray) -> Figure:
     grid = figure.add_gridspec(6, 2, width_ratios=[1.1, 1])
     heatmap(t, "mean", 256, None, None, True, figure.add_subplot(grid[: 4 if held else 6, 0]))
     if held:
-        _panel(layout, t, figure.add_subplot(grid[4:, 0]), "Which rank holds what")
+        _panel(lambda ax: layout(t, ax), t, figure.add_subplot(grid[4:, 0]), "Which rank holds what")
     for n, (title, draw) in enumerate(panels):
         rows = slice(n * 6 // len(panels), (n + 1) * 6 // len(panels))
-        _panel(lambda _, ax, draw=draw: draw(ax), t, figure.add_subplot(grid[rows, 1]), title)
+        _panel(draw, t, figure.add_subplot(grid[rows, 1]), title)
     return figure
 
 
-def _panel(draw: Callable[[LazyArray, Any], Any], t: LazyArray, ax: Any, title: str) -> None:
+def _panel(draw: Callable[[Any], Any], t: LazyArray, ax: Any, title: str) -> None:
     """Draw a plot under a title of its own, without the facts that another panel has."""
-    draw(t, ax)
+    draw(ax)
     ax.title.set_text(title)
     for text in ax.texts:
         if text.get_gid() == "note":

@@ -488,7 +488,7 @@ def _key(view: Any, t: LazyArray, name: str) -> str:
     """Return the name that a view lists a tensor under, which ``name`` may shorten."""
     if name in view.full_names:
         return name
-    return next(key for key, full in view.full_names.items() if t.name in (full, view.owner(key)))
+    return str(next(key for key, full in view.full_names.items() if t.name in (full, view.owner(key))))
 
 
 def _one(view: Mapping[str, LazyArray], name: str) -> LazyArray:

@@ -182,7 +182,7 @@ def colour_bar(ax: Any, image: Any, label: str, theme: Theme, **options: Any) ->
     bar.set_label(label, color=theme.soft, fontsize=_PLAIN)
     long = getattr(bar, "long_axis", bar.ax.yaxis)
     if isinstance(image.norm, LogNorm):
-        log_axis(long, image.norm.vmin, image.norm.vmax)
+        log_axis(long, *image.get_clim())
     else:
         long.set_major_locator(MaxNLocator(5))
     bar.ax.minorticks_off()
@@ -240,11 +240,11 @@ def signed(theme: Theme) -> Colormap:
 
 def colours(labels: Sequence[str]) -> dict[str, Any]:
     """Return a colour for each label: those of Okabe and Ito for a few, lighter ones after them, a scale for many."""
-    from matplotlib.colors import to_hex, to_rgb
+    from matplotlib.colors import to_hex
 
     some = list(_CYCLE)
     if len(labels) > len(some):
-        some += [to_hex([0.45 * part + 0.55 for part in to_rgb(one)]) for one in _CYCLE]
+        some += [to_hex(mixed(one, "white", 0.55)) for one in _CYCLE]
     if len(labels) <= len(some):
         return dict(zip(labels, some, strict=False))
     scale = import_matplotlib().get_cmap("viridis")

@@ -12,7 +12,7 @@ from ..errors import DataError
 from ..inspect.architecture import layer_and_kind
 from ..inspect.layers import arranged
 from ..inspect.updates import UpdateSize, UpdateTable
-from .layer_plots import layer_map
+from .layer_plots import Scale, layer_map
 from .style import (
     axes_of,
     colour_bar,
@@ -56,7 +56,7 @@ def layers_by_kind(table: UpdateTable, quantity: str, ax: Axes | None) -> Axes:
         },
     )
     title, *notes = _title(table, quantity)
-    scale = "linear" if quantity == "bound" else "log"
+    scale: Scale = "linear" if quantity == "bound" else "log"
     return layer_map(found, ax, title, notes, scale, _QUANTITIES[quantity])
 
 

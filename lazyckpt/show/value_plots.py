@@ -147,7 +147,7 @@ def _mark_odd(ax: Any, found: Pixels, theme: Theme) -> None:
     odd = [one for one in (found.nan, found.inf) if one is not None]
     if not odd:
         return
-    rows, columns = np.nonzero(sum(odd))
+    rows, columns = np.nonzero(np.sum(odd, axis=0))
     y = (found.row_edges[rows] + found.row_edges[rows + 1] - 1) / 2
     x = (found.col_edges[columns] + found.col_edges[columns + 1] - 1) / 2
     ax.plot(x, y, linestyle="", marker="x", markersize=5, color=theme.lost, markeredgewidth=1.4)
