@@ -44,11 +44,11 @@ if _TYPE_CHECKING:
     from .inspect.scan.folder import scan
     from .io.containers.pickle.records import Opaque
     from .runs.compare import diff, digest
-    from .show.compared import Diff
     from .runs.delta import Delta, delta
     from .runs.prune import Pruned, prune
     from .runs.verify import verify
     from .runs.view import RunView
+    from .show.compared import Diff
     from .tensor import LazyTensor
     from .view import CheckpointView, unshard
 

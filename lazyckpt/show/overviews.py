@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..core.units import human_bytes
+from ..errors import DataError
 from ..inspect.layers import QUANTITIES
 from ..inspect.ranks import ranks_of
 from ..lazy import LazyArray
@@ -49,8 +50,10 @@ def view_overview(view: Any) -> Figure:
 def tensor_overview(t: LazyArray) -> Figure:
     """See `TensorPlots.overview`."""
     import_matplotlib()
+    if not t.numel():
+        raise DataError(f"{t.name!r} has no elements: there is nothing to draw")
     panels: list[tuple[str, Callable[[Any], Any]]] = [("Values", lambda ax: hist(t, 100, True, ax))]
-    if t.ndim >= 2 and t.numel():
+    if t.ndim >= 2:
         panels.append(("Norms of rows", lambda ax: side_norms(t, "rows", ax)))
     if t.ndim == 2 and 0 < min(t.shape) <= _MATRIX and t.spec.dtype.is_number:
         panels.append(("Singular values", lambda ax: spectrum(t, ax)))

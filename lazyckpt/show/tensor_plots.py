@@ -48,7 +48,7 @@ def hist(t: LazyArray, bins: Bins, log: bool, ax: Axes | None) -> Axes:
     assert found.histogram is not None  # because bins were given
     ax, theme = axes_of(ax, (6.4, 3.4), grid="y")
     ax.stairs(found.histogram.counts, found.histogram.edges, fill=True, color=theme.accent, linewidth=0)
-    if log:
+    if log and found.finite:
         ax.set_yscale("log", nonpositive="clip")
         ax.set_ylim(bottom=0.5)
     else:
