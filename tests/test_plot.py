@@ -305,8 +305,8 @@ def test_heat_maps(tmp_path: Path) -> None:
     g = torch.Generator().manual_seed(0)
     w = torch.randn(8, 12, generator=g)
     w[1, 2] = math.nan
-    view = saved(tmp_path, {"w": w, "positive": torch.rand(4, 6, generator=g), "cube": torch.randn(3, 4, 5, generator=g),
-                            "long": torch.randn(3000, generator=g)})  # fmt: skip
+    tensors = {"w": w, "positive": torch.rand(4, 6, generator=g), "cube": torch.randn(3, 4, 5, generator=g)}
+    view = saved(tmp_path, tensors | {"long": torch.randn(3000, generator=g)})
     ax = view["w"].plot.heatmap()
     (image,) = ax.images
     assert np.ma.filled(image.get_array(), np.nan) == pytest.approx(w.double().numpy(), nan_ok=True)

@@ -29,7 +29,7 @@ for (const root of document.querySelectorAll(".lazyckpt:not([data-copy])")) {
     const row = event.target.closest && event.target.closest(".row");
     const place = row && tree.contains(row) && !row.closest("[data-more]") && row.querySelector(".name");
     if (!place || button.parentElement === place) return;
-    button.textContent = "copy";
+    button.dataset.l = "copy";  // no text of the row: it is drawn by the style
     button.setAttribute("aria-label", `copy the name ${name(row)}`);
     place.append(button);
   };
@@ -40,6 +40,6 @@ for (const root of document.querySelectorAll(".lazyckpt:not([data-copy])")) {
     event.preventDefault();
     event.stopPropagation();
     await write(name(button.closest(".row")));
-    button.textContent = "copied";
+    button.dataset.l = "copied";
   });
 }

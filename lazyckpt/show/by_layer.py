@@ -119,7 +119,7 @@ class LayerTable:
             else:
                 for k in shown:
                     mark = found.marks.get((kind, found.layers[k]), "")
-                    line.append(tag("td", _text(float(found.values[n, k]), mark), "heat", style=colours(n, k)))
+                    line.append(cell(_text(float(found.values[n, k]), mark), f"heat {colours(n, k)}".strip()))
             rows.append(line)
         notes = [QUANTITIES[found.quantity], *self.notes]
         if step > 1:
@@ -144,7 +144,7 @@ def _text(value: float, mark: str) -> str:
 
 
 def _tints(found: Layers) -> Any:
-    """Return a function from kind and layer to the style of a cell: orange above its kind's median, blue below."""
+    """Return a function from kind and layer to the class of a cell: orange above its kind's median, blue below."""
     if found.quantity in SIGNED | SHARES:
         most = np.nanmax(np.abs(found.values), initial=0.0) or 1.0
         parts = found.values / most
@@ -152,12 +152,15 @@ def _tints(found: Layers) -> Any:
         found_ratios = ratios(found.values, found.scales())
         parts = found_ratios / limit_of(found_ratios)
 
-    def style(n: int, k: int) -> str:
+    def css(n: int, k: int) -> str:
         x = float(np.clip(parts[n, k], -1, 1)) if math.isfinite(parts[n, k]) else 0.0
-        colour = "rgba(230,120,30," if x > 0 else "rgba(50,130,210,"
-        return f"background:{colour}{0.42 * abs(x):.2f})"
+        level = round(_LEVELS * abs(x))
+        return f"{'h' if x > 0 else 'c'}{level}" if level else ""
 
-    return style
+    return css
+
+
+_LEVELS = 4  # tints of cells on each side of the median
 
 
 class RunTable:
