@@ -49,8 +49,8 @@ def draw_demo(folder: Path, target: Path) -> None:
     command = [sys.executable, "-m", "lazyckpt", "demo", "--keep", "demo"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, encoding="utf-8", check=True)
     lines = done.stdout.splitlines()
-    start = next(n for n, line in enumerate(lines) if "2. One slice" in line)
-    stop = next(n for n, line in enumerate(lines) if "4. A file that" in line)
+    start = next(n for n, line in enumerate(lines) if "1. A checkpoint" in line)
+    stop = next(n for n, line in enumerate(lines) if "3. Conversion" in line)
     console = Console(record=True, width=112, file=open(os.devnull, "w"), force_terminal=True, color_system="truecolor")  # noqa: SIM115
     console.print(Text.from_ansi("\n".join(lines[start:stop])), soft_wrap=True)
     code = console.export_html(inline_styles=True, code_format="{code}", theme=SVG_EXPORT_THEME)
