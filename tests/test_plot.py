@@ -374,6 +374,29 @@ def test_architecture(tmp_path: Path) -> None:
         view.plot.architecture("flops")
 
 
+def test_experts(tmp_path: Path) -> None:
+    g = torch.Generator().manual_seed(0)
+    alone = {f"layers.{n}.mlp.experts.{e}.{k}.weight": torch.randn(3, 4, generator=g) for n in (1, 2) for e in range(5)
+             for k in ("up", "down")}  # fmt: skip
+    alone["layers.2.mlp.experts.3.up.weight"] *= 0
+    alone["layers.2.mlp.experts.3.down.weight"][0, 0] = math.inf
+    view = saved(tmp_path, alone | {"layers.0.mlp.up.weight": torch.ones(2, 2)})
+    ax = view.plot.experts()
+    wide = {name: t.nan_to_num(0, 0, 0).double().norm() ** 2 for name, t in alone.items()}
+    squares = [[sum(wide[f"layers.{n}.mlp.experts.{e}.{k}.weight"] for k in ("up", "down")) for e in range(5)]
+               for n in (1, 2)]  # fmt: skip
+    norms = np.sqrt(np.array(squares))
+    want = np.log2(norms / np.median(norms, axis=1)[:, None])
+    assert np.asarray(ax.images[0].get_array()) == pytest.approx(want, rel=1e-6)
+    assert [t.get_text() for t in ax.get_yticklabels()] == ["1", "2"] and marks(ax) == [("!", (3, 1))]
+    stacked = {f"layers.{n}.mlp.experts.up": torch.randn(5, 3, 4, generator=g) for n in range(2)}
+    drawn = np.asarray(saved(tmp_path, stacked).plot.experts().images[0].get_array())
+    norms = torch.stack(list(stacked.values())).double().flatten(2).norm(dim=2).numpy()
+    assert drawn == pytest.approx(np.log2(norms / np.median(norms, axis=1)[:, None]), rel=1e-6)
+    with pytest.raises(DataError, match="expert"):
+        saved(tmp_path, {"w": torch.ones(2)}).plot.experts()
+
+
 def test_ranks(zero_cases: dict[str, Case], tmp_path: Path) -> None:
     view = lazyckpt.open(zero_cases["zero3_bf16_dp3"].path)
     held = np.asarray(view.plot.ranks().images[0].get_array())

@@ -1,6 +1,6 @@
 """Draw the pictures in docs/pictures except overview.png: terminals, a notebook and plots of the demo's files.
 
-    python tools/make_screenshots.py [NAME...]    # all, or demo, browse, browse_heat, browse_pair, notebook, norms, hist
+    python tools/make_screenshots.py [NAME...]    # all, or some: demo, browse, ...
 
 It needs lazyckpt's test extra and Chromium (``CHROMIUM`` names the program).
 """
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -44,13 +45,13 @@ def shoot(body: str, target: Path, size: tuple[int, int], back: str = "white", m
 
 
 def draw_demo(folder: Path, target: Path) -> None:
-    """The first half of `lazyckpt demo` on a terminal with colours."""
+    """The beginning of `lazyckpt demo` on a terminal with colours."""
     env = os.environ | {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "lazyckpt", "demo", "--keep", "demo"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, encoding="utf-8", check=True)
     lines = done.stdout.splitlines()
     start = next(n for n, line in enumerate(lines) if "1. A checkpoint" in line)
-    stop = next(n for n, line in enumerate(lines) if "3. Conversion" in line)
+    stop = next(n for n, line in enumerate(lines) if "# The same slice" in line)
     console = Console(record=True, width=112, file=open(os.devnull, "w"), force_terminal=True, color_system="truecolor")  # noqa: SIM115
     console.print(Text.from_ansi("\n".join(lines[start:stop])), soft_wrap=True)
     code = console.export_html(inline_styles=True, code_format="{code}", theme=SVG_EXPORT_THEME)
@@ -135,26 +136,28 @@ def draw_notebook(folder: Path, target: Path) -> None:
     script = """<script>
       for (const d of document.querySelectorAll("details")) {
         const text = d.querySelector("summary").textContent;
-        d.open = !/^\\s*(0|self_attn|files|meta)/.test(text);
+        d.open = !/^\\s*(0|self_attn)/.test(text) && !d.classList.contains("more");
       }
     </script>"""
-    shoot(html + script, target, (940, 478), margin="14px")
+    shoot(html + script, target, (940, 508), margin="14px")
 
 
 def draw_norms(folder: Path, target: Path) -> None:
-    axes = lazyckpt.open(folder / "zero3").plot.norms()
-    save(axes, target, (9, 3.4))
+    save(lazyckpt.open(folder / "model").plot.norms().figure, target)
 
 
-def draw_hist(folder: Path, target: Path) -> None:
-    axes = lazyckpt.open(folder / "zero3")[NAME].plot.hist(bins=60)
-    save(axes, target, (6, 3))
+def draw_plots(folder: Path, target: Path) -> None:
+    """The overview of a view."""
+    save(lazyckpt.open(folder / "zero3").plot(), target)
 
 
-def save(axes: object, target: Path, inches: tuple[float, float]) -> None:
-    figure = axes.figure  # type: ignore[attr-defined]
-    figure.set_size_inches(*inches)
-    figure.savefig(target, dpi=110, bbox_inches="tight", metadata={"Software": None})
+def draw_tensor(folder: Path, target: Path) -> None:
+    """The overview of a tensor."""
+    save(lazyckpt.open(folder / "zero3")[NAME].plot(), target)
+
+
+def save(figure: Any, target: Path) -> None:
+    figure.savefig(target, dpi=100, metadata={"Software": None})
 
 
 def main() -> int:

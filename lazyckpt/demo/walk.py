@@ -136,7 +136,8 @@ def _blocks(lines: list[str]) -> Iterator[str]:
 def _run(command: str, folder: Path) -> str:
     """Run a command of lazyckpt in the folder, and return its output."""
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": "utf-8"}
+    plain = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "CLICOLOR_FORCE")}
+    env = plain | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": "utf-8"}
     words = [sys.executable, "-m", *shlex.split(command)]
     done = subprocess.run(words, cwd=folder, env=env, stdout=subprocess.PIPE, encoding="utf-8", check=True)
     return done.stdout

@@ -34,7 +34,7 @@ from .style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_LEAST = math.log2(1.25)  # end of the scale of colours, at least: a quarter more than the median
+_LEAST = math.log2(1.5)  # end of the scale of colours, at least: half as much again as the median
 _TEXTS = 60  # rows beside which their scale is written
 _LINES = 24  # kinds of a plot of curves
 
@@ -48,11 +48,13 @@ def layer_map(
     notes: Sequence[str] = (),
     scale: Scale | None = None,
     label: str = "",
+    names: tuple[str, str] = ("", "layer"),
 ) -> Axes:
     """Draw a row for each kind and a column for each layer. Kinds that are in no layer fill their row.
 
     ``scale``: "kind" colours each kind by its own median (its own largest magnitude, for signed quantities), "log" and
-    "linear" all by the same scale; None chooses by the quantity. ``label`` is that of the colours.
+    "linear" all by the same scale; None chooses by the quantity. ``label`` is that of the colours, ``names`` those of
+    rows and columns.
     """
     labels = [short(one, 34) for one in found.labels]
     columns = max(1, len(found.layers))
@@ -68,9 +70,10 @@ def layer_map(
     image, cut = _painted(ax, found, values, scale, theme)
     _whole_rows(ax, found, image, columns, theme)
     row_ticks(ax, labels)
+    ax.set_ylabel(names[0])
     if found.layers:
         column_ticks(ax, [str(layer) for layer in found.layers])
-        ax.set_xlabel("layer")
+        ax.set_xlabel(names[1])
     else:
         ax.set_xticks([])
     _marks(ax, found, columns, theme)
@@ -120,7 +123,7 @@ def _whole_rows(ax: Any, found: Layers, image: Any, columns: int, theme: Theme) 
         n = found.kinds.index(kind)
         value = float(np.ma.filled(image.get_array(), math.nan)[n, 0])
         colour = theme.empty if math.isnan(value) else image.cmap(image.norm(value))
-        ax.add_patch(Rectangle((-0.5, n - 0.46), columns, 0.92, facecolor=colour, linewidth=0, zorder=1.5))
+        ax.add_patch(Rectangle((-0.5, n - 0.46), columns, 0.92, facecolor=colour, linewidth=0, zorder=2.5))
 
 
 def ratios(values: Values, scales: Values) -> Values:
@@ -159,10 +162,9 @@ def _steps(limit: float) -> list[float]:
         every = -(-int(limit) // 3)
         powers = range(int(limit) // every * -every, int(limit) + 1, every)
         return [2.0**k for k in powers]
-    top = 2**limit - 1
-    step = next(s for s in (0.5, 0.25, 0.2, 0.1, 0.05, 0.02) if s <= top)
-    count = min(2, int(top / step))
-    return [round(1 + k * step, 4) for k in range(-count, count + 1) if 1 + k * step >= 2**-limit]
+    low = 1 - 2**-limit + 1e-9
+    step = next(s for s in (0.5, 0.25, 0.2, 0.1, 0.05, 0.02) if s <= low)
+    return [round(1 + k * step, 4) for k in (-1, 0, 1)]
 
 
 def _times(ratio: float) -> str:

@@ -15,10 +15,12 @@ import torch
 
 from ..core.units import plural
 from ..errors import DataError
+from ..inspect.expert_norms import expert_norms
 from ..inspect.stats import Bins, stats_of
 from ..lazy import LazyArray
 from . import tensor_plots
 from .by_layer import of_run, of_view
+from .layer_plots import layer_map
 from .model_plots import draw_architecture, draw_ranks
 from .overviews import tensor_overview, view_overview
 from .run_plots import steps_line
@@ -296,6 +298,29 @@ class ViewPlots:
             If there is no such quantity, the view has no tensors, or matplotlib is not installed.
         """
         return draw_architecture(self._view, quantity, ax)
+
+    def experts(self, *, ax: Axes | None = None) -> Axes:
+        """Plot the L2 norm of every expert of a mixture of experts: a row for each layer, a column for each expert.
+
+        The norm is that of all tensors of the expert together. Colours show it in units of the median of the layer,
+        which is written at the right. Cells are marked as by `layers`. The experts are read once.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If the view has no experts, or matplotlib is not installed.
+        """
+        import_matplotlib()
+        view = self._view
+        found = expert_norms({view.full_name(name): t for name, t in view.once()[0].items()})
+        notes = [f"{plural(len(found.layers), 'expert')} in {plural(len(found.kinds), 'layer')}", f"state {view.state}"]
+        label, names = "L2 norm / median of its layer", ("layer", "expert")
+        return layer_map(found, ax, "Norms of experts", notes, "kind", label, names)
 
     def ranks(self, *, ax: Axes | None = None) -> Axes:
         """Plot how many bytes each rank holds of all states, on the mesh of the training run.
