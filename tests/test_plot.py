@@ -166,7 +166,8 @@ def test_norms_beyond_float64(tmp_path: Path) -> None:
 def test_names_are_no_mathematics(tmp_path: Path) -> None:
     name = r"a.0.$\bad{$"
     view = saved(tmp_path, {name: torch.eye(4), "a.0.b$": torch.ones(2)})
-    for ax in (view.plot.hist(name), view.plot.layout(name), view.plot.singular_values(name), view.plot.norms()):
+    one = [getattr(view.plot, kind)(name) for kind in ("hist", "layout", "singular_values", "heatmap", "row_norms")]
+    for ax in (*one, view.plot.norms(), view.plot.architecture(), view.plot.ranks(), *view.plot().axes):
         ax.figure.canvas.draw()  # raises ValueError for what is no formula
     torch.save({name: torch.ones(2)}, tmp_path / "step_1.pt")
     ax = lazyckpt.open_run(tmp_path).plot.steps(name)
@@ -424,6 +425,13 @@ def test_overviews(zero_cases: dict[str, Case], tmp_path: Path) -> None:
     empty["one"].plot()
     with pytest.raises(DataError, match="no elements"):
         empty["none"].plot()
+    import matplotlib.pyplot as plt
+
+    before = plt.get_fignums()
+    odd = saved(tmp_path, {"w": torch.zeros(4, 4, dtype=torch.uint8).view(torch.complex32)})
+    with pytest.raises(DataError, match="no tensors"):
+        odd.select("nothing").plot()
+    assert plt.get_fignums() == before, "nothing is left of what failed"
 
 
 # -- comparisons

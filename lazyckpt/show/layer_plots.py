@@ -119,7 +119,7 @@ def _whole_rows(ax: Any, found: Layers, image: Any, columns: int, theme: Theme) 
     """Draw the rows of kinds that are in no layer as one cell."""
     from matplotlib.patches import Rectangle
 
-    for kind in found.alone:
+    for kind in found.alone if len(found.alone) <= _TEXTS else ():
         n = found.kinds.index(kind)
         value = float(np.ma.filled(image.get_array(), math.nan)[n, 0])
         colour = theme.empty if math.isnan(value) else image.cmap(image.norm(value))

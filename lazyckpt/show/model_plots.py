@@ -44,6 +44,7 @@ _ROLES = {
 }  # fmt: skip
 _WRITTEN = 0.004  # share of the whole that a rectangle has at least if its name is written
 _CELLS = 64  # ranks up to which bytes are written into their cells
+_TILES = 300  # kinds that have a rectangle of their own
 _FILES = 24  # files that are drawn if no ranks are known
 _ACROSS = 32  # ranks of a single degree that are drawn in one row
 
@@ -131,9 +132,15 @@ def _draw_tiles(ax: Any, found: Architecture, quantity: str, theme: Theme) -> No
     labels = dict(zip(kinds, kind_labels(list(kinds)), strict=True))
     sizes = {kind: sum(g.nbytes if quantity == "bytes" else g.numel for g in groups) for kind, groups in kinds.items()}
     total = sum(sizes.values()) or 1
+    small = sorted(sizes, key=lambda kind: -sizes[kind])[_TILES:]
+    rest = sum(sizes.pop(kind) for kind in small)
     roles: dict[str, list[str]] = {}
-    for kind, groups in kinds.items():
-        roles.setdefault(groups[0].role, []).append(kind)
+    for kind in sizes:
+        roles.setdefault(kinds[kind][0].role, []).append(kind)
+    if small:
+        label = f"{len(small):,} smaller kinds"
+        kinds[label], labels[label], sizes[label] = [g for kind in small for g in kinds[kind]], label, rest
+        roles.setdefault("other", []).append(label)
     by_role = sorted(roles.items(), key=lambda item: -sum(sizes[kind] for kind in item[1]))
     tones = {role: mixed(colour, theme.paper, 0.2) for role, colour in _ROLES.items()}
     figure = ax.figure.figure

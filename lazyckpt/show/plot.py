@@ -24,7 +24,7 @@ from .layer_plots import layer_map
 from .model_plots import draw_architecture, draw_ranks
 from .overviews import tensor_overview, view_overview
 from .run_plots import steps_line
-from .style import import_matplotlib, short
+from .style import import_matplotlib
 from .value_plots import bits, heatmap, side_norms
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ class ViewPlots:
         )
         (apart,) = (one - two).values()
         label = "difference" if pool != "absmax" else "largest |difference|"
-        return heatmap(apart, pool, cells, None, None, True, ax, f"Difference of {short(mine.name, 52)}", label)
+        return heatmap(apart, pool, cells, None, None, True, ax, f"Difference of {mine.name}", label)
 
     def heatmap(
         self, name: str, pool: Literal["mean", "absmax", "min", "max"] = "mean", *, ax: Axes | None = None, **how: Any

@@ -27,7 +27,7 @@ def steps_line(name: str, label: str, steps: list[int], values: list[float], ax:
     ax.margins(x=0.03)
     ax.set(xlabel="step", ylabel=label)
     notes = [f"from {number(values[0])} to {number(values[-1])} in {len(steps):,} saves"] if len(values) > 1 else []
-    headline(ax, short(name, 64), notes, theme)
+    headline(ax, name, notes, theme)
     return ax
 
 

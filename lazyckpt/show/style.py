@@ -9,7 +9,8 @@ Okabe and Ito for groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -95,6 +96,16 @@ def new_figure(size: tuple[float, float]) -> tuple[Figure, Theme]:
     return figure, theme
 
 
+@contextmanager
+def closed_on_error(figure: Figure) -> Iterator[None]:
+    """Close a figure if drawing into it fails: notebooks would show what there is of it."""
+    try:
+        yield
+    except BaseException:
+        import_matplotlib().close(figure)
+        raise
+
+
 def dress(ax: Any, theme: Theme, grid: str = "") -> None:
     """Give Axes our style. Their data stays."""
     ax.set_facecolor(theme.paper)
@@ -119,16 +130,17 @@ def bare(ax: Any) -> None:
 
 
 def headline(ax: Any, title: str, notes: Iterable[str] = (), theme: Theme = LIGHT) -> None:
-    """Write a title over Axes, at their left, and below it the notes in small text."""
+    """Write a title over Axes, at their left, and below it the notes in small text. Both may have any characters."""
     place, figure = ax.get_position(), ax.figure.figure
     spec = ax.get_subplotspec()
     last = spec is None or spec.is_last_col()
     wide = max(1.5, (1 - place.x0 if last else place.width * 1.1) * figure.get_size_inches()[0] - 0.1)
     room = max(16, int(wide * _BOLD))
-    title = title if len(title) <= room else "\N{HORIZONTAL ELLIPSIS}" + title[1 - room :]
-    lines = _lines([note for note in notes if note], max(20, int(wide * _ACROSS)))
+    lines = _lines([plain(printable(note)) for note in notes if note], max(20, int(wide * _ACROSS)))
     pad = 7 + (len(lines) * _PLAIN * 1.25 + 3 if lines else 0)
-    ax.set_title(title, x=0, ha="left", loc="center", pad=pad, color=theme.ink, fontsize=_LARGE, fontweight="bold")
+    ax.set_title(
+        short(title, room), x=0, ha="left", loc="center", pad=pad, color=theme.ink, fontsize=_LARGE, fontweight="bold"
+    )
     if lines:
         note = ax.annotate("\n".join(lines), (0, 1), (0, 6), "axes fraction", "offset points", annotation_clip=False)
         note.set(color=theme.soft, fontsize=_PLAIN, va="bottom", ha="left", linespacing=1.25, gid="note")

@@ -33,7 +33,7 @@ _ENERGY = 0.99  # share of the squares of the singular values that is marked
 
 def title_of(t: LazyArray) -> str:
     """Return the name of a tensor as a title."""
-    return short(t.name, 64)
+    return t.name
 
 
 def facts_of(t: LazyArray) -> str:
@@ -133,7 +133,7 @@ def layout(t: LazyArray, ax: Axes | None) -> Axes:
         legend(ax, theme, [Patch(color=palette[label], label=short(label)) for label in labels], outside=True)
     notes = [facts_of(t)]
     if len(labels) > _LEGEND:
-        notes.append(f"{len(labels):,} ranks, from {short(labels[0])} to {short(labels[-1])}")
+        notes.append(f"{len(labels):,} ranks, from {labels[0]} to {labels[-1]}")
     if any(cell.missing for cell in drawn.cells):
         notes.append("hatched: its file is missing")
     if drawn.merged:
