@@ -48,13 +48,14 @@ ACCURACY = 1.5e-8  # relative to the largest value: the root of float64's roundi
 _PIECE = 32 << 20  # bytes of a block of rows, as float64
 
 
-def singular_values(tensor: LazyArray) -> torch.Tensor:
+def singular_values(tensor: LazyArray, check: Callable[[], None] | None = None) -> torch.Tensor:
     """Compute the singular values of a matrix, largest first, in float64. There are as many as the smaller side has.
 
     They are the roots of the eigenvalues of the smaller side's Gram matrix, which is summed in float64 over blocks of
     the larger side. Every element is read once. Memory is that of the Gram matrix (8 bytes times the square of the
     smaller side, and twice that for its eigenvalues) and some 100 MiB. Squaring loses half of the digits: values are
-    accurate to about 1.5e-8 of the largest one (`ACCURACY`), and smaller values are noise.
+    accurate to about 1.5e-8 of the largest one (`ACCURACY`), and smaller values are noise. ``check`` is called between
+    blocks; what it raises ends the work.
 
     Raises DataError if the tensor is not a matrix, if its smaller side is above 8,192 (`LIMIT`), or if it has a NaN or
     an infinity; and what reading raises.
@@ -76,6 +77,8 @@ def singular_values(tensor: LazyArray) -> torch.Tensor:
     gram = torch.zeros(side, side, dtype=dtype, device="cpu")
     step = max(1, _PIECE // (max(1, side) * dtype.itemsize))
     for at in range(0, other, step):
+        if check is not None:
+            check()
         key = slice(at, at + step)
         block = (tensor.lazy[key] if rows >= columns else tensor.lazy[:, key])[...]
         numbers = block.to(dtype)

@@ -27,7 +27,7 @@ export function grouped(n: number): string {
   return n.toLocaleString("en-US");
 }
 
-const UNSAFE = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu;
+export const UNSAFE = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu;
 const LONGEST = 300;
 
 /** A name from a file as one harmless line: control and direction characters are escaped, the middle of long ones left out. */
