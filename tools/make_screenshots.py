@@ -1,6 +1,6 @@
 """Draw the pictures in docs/pictures except overview.png: terminals, a notebook and plots of the demo's files.
 
-    python tools/make_screenshots.py [NAME...]    # all, or demo, browse, browse_heat, browse_pair, notebook, norms, hist
+    python tools/make_screenshots.py [NAME...]  # all, or demo, browse, browse_heat, browse_pair, notebook, norms, hist
 
 It needs lazyckpt's test extra and Chromium (``CHROMIUM`` names the program).
 """

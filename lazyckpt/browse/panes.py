@@ -21,6 +21,7 @@ from .grid import Grid
 from .heat import Heat, legend
 from .histogram import Histogram
 from .measures import Measures
+from .pooling import Box
 from .rows import Row
 from .subject import Pair, Run, Subject
 
@@ -66,6 +67,7 @@ class Panes(Vertical):
         self._drawing: Drawing | None = None
         self._points: list[steps.Point] | None = None
         self._pending = False
+        self._kept: tuple[Box | None, tuple[int, int]] | None = None
         self.tabs = TabbedContent(id="tabs")
         self.about, self.files, self.changes = (Static(markup=False) for _ in range(3))
         self.index = Input(placeholder="i: an index, as 0:8, ::64", id="index")
@@ -113,6 +115,8 @@ class Panes(Vertical):
 
     def show(self, subject: Subject, row: Row | None, side: str) -> None:
         """Show what is known about a row without reading elements, and read what the open pane shows."""
+        same = row is not None and self.row is not None and row.key == self.row.key
+        self._kept = (self.heat.box, self.heat.whole) if same else None  # another step or side: the same part
         self.subject, self.row, self.side = subject, row, side
         self.tensor = self._drawing = self.text = self.error = None
         self._points = None
@@ -165,7 +169,8 @@ class Panes(Vertical):
             self._tell(f"⏎ reads values of {kind(t)}")
         self.bars.show(t)
         self.heat.show(t)
-        self.heat.refresh()
+        if self._kept is not None and self._kept[1] == self.heat.whole:
+            self.heat.box = self._kept[0]
         self._draw_files()
         self._told()
         self.read()
@@ -198,6 +203,9 @@ class Panes(Vertical):
     # -- the panes
 
     def action_tab(self, tab: str) -> None:
+        """Show a pane, or move the focus into the one that is shown."""
+        if self.tabs.active == tab and tab in ("map", "values"):
+            (self.heat if tab == "map" else self.grid).focus()
         self.tabs.active = tab
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
@@ -226,6 +234,8 @@ class Panes(Vertical):
         """Read all that the open pane can show, however large."""
         if self.active == "changes":
             self._read_changes(asked=True)
+        elif self.active == "map":
+            self.heat.action_pool()
         elif self.tensor is not None:
             self.action_tab("histogram")
             self.bars.read(self.tensor, True, self.columns)
