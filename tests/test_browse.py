@@ -288,7 +288,7 @@ def test_windows_are_of_the_tensor_and_so_is_the_line(tmp_path: Path, shape: tup
 
 def test_one_file_is_a_sentence(files: Path) -> None:
     drawn = fragments.drawn(drawing(lazyckpt.open(files / "model")["model.norm.weight"]), 30).plain
-    assert drawn == "One file has all of it: model.safetensors, 1 block."
+    assert drawn == "One file has all of it: model-00003-of-00003.safetensors, 1 block."
 
 
 def test_bars_fit(tmp_path: Path) -> None:
