@@ -35,7 +35,7 @@ def offered(*words: str) -> tuple[list[str], str]:
     done = subprocess.run(
         [sys.executable, "-m", "lazyckpt"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
     )
-    return done.stdout.splitlines(), done.stderr
+    return [line for line in done.stdout.splitlines() if line], done.stderr
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def offered(*words: str) -> tuple[list[str], str]:
         (("ls", "{}", "model.layers.1."), ["model.layers.1.mlp.down", "model.layers.1.mlp.up"]),
         (("show", "{}", "model.layers."), ["model.layers.0.", "model.layers.1.", "model.layers.10."]),
         (("ls", "{}", "--stat"), ["--state"]),
-        (("ls", "{}", "--state", ""), ["weights"]),
+        (("ls", "{}", "--state", "exp"), ["exp_avg", "exp_avg_sq"]),
         (("bro",), ["browse"]),
         (("ls", "nowhere", ""), []),
     ],

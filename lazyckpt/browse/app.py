@@ -263,7 +263,7 @@ class Browser(App[Exception]):
         """Order the names."""
         if self.rows is not None:
             self.rows.order, self.rows.reverse = order, reverse
-            self.names.arrange()
+            self.names.reorder()
             what = {"value": "difference" if isinstance(self.subject, Pair) else "norm"}.get(order, order)
             self.notify(f"ordered by {what}{', reversed' if reverse else ''}", timeout=1.5, markup=False)
 
@@ -279,12 +279,12 @@ class Browser(App[Exception]):
     def action_fold(self) -> None:
         if self.rows is not None:
             self.rows.fold = not self.rows.fold
-            self.names.arrange()
+            self.names.reorder()
 
     def action_flat(self) -> None:
         if self.rows is not None:
             self.rows.flat = not self.rows.flat
-            self.names.arrange()
+            self.names.reorder()
 
     def action_leave(self) -> None:
         """Go back one step: stop reading, leave the index, or clear the search."""
@@ -357,7 +357,7 @@ class Browser(App[Exception]):
         self.names.renumber()
         self.panes.renew()
         if not self.measures.busy and self.rows is not None and self.rows.order == "value":
-            self.names.arrange()
+            self.names.reorder()
 
     # -- panes
 

@@ -144,12 +144,12 @@ class Panes(Vertical):
         if not row.leaf:
             states = [s for s in subject.states[:-1] if _has(subject, s, row)]
             return Known(detail.drawn(detail.of_level(row, subject.view, subject.problems, states)), None, None)
+        t: LazyTensor | None = None
+        error: Exception | None = None
         try:
             t = subject.tensor(row.start, side)
         except Exception as e:  # a difference of tensors that cannot be subtracted
-            t, error = None, e
-        else:
-            error = None
+            error = e
         if isinstance(subject, Pair):
             found: Any = self._measures.found.get(row.start)
             about = detail.of_pair(row.start, subject.both(row.start), found)
@@ -203,10 +203,10 @@ class Panes(Vertical):
     # -- the panes
 
     def action_tab(self, tab: str) -> None:
-        """Show a pane, or move the focus into the one that is shown."""
-        if self.tabs.active == tab and tab in ("map", "values"):
-            (self.heat if tab == "map" else self.grid).focus()
+        """Show a pane; that of a tensor's heat map or values gets the focus, for its keys."""
         self.tabs.active = tab
+        if tab in ("map", "values") and self.row is not None and self.row.leaf:
+            (self.heat if tab == "map" else self.grid).focus()
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
         self._told()
@@ -251,6 +251,7 @@ class Panes(Vertical):
         try:
             part = t.lazy[parse_index(text)] if text else t
         except Exception as e:
+            grid.show(None)
             self._tell(error_text(e), wrong=True)
             return
         self.text = text or None

@@ -258,7 +258,8 @@ class Rows:
             found = sorted(range(count), key=lambda n: _last(value(rows[n])))
         else:
             found = sorted(range(count), key=lambda n: natural(of.names[n])) if count < 20_000 else list(range(count))
-        return found[::-1] if self.reverse else found
+        ordered: list[int] = found[::-1] if self.reverse else found
+        return ordered
 
     # -- opening and closing
 

@@ -60,7 +60,7 @@ def farness(row: Difference) -> tuple[float, float]:
 
 def kind_of(row: Difference) -> Kind:
     """Return the part of the table to which a row belongs."""
-    return "values" if row.status in ("values", "dtype") else row.status
+    return "values" if row.status == "dtype" else row.status
 
 
 def template(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
