@@ -112,7 +112,11 @@ class Piece(NamedTuple):
     missing: str
 
 
-def ranks_of(views: Iterable[Namespace[Any]], check: Callable[[], None] = lambda: None) -> Ranks:
+def ranks_of(
+    views: Iterable[Namespace[Any]],
+    check: Callable[[], None] = lambda: None,
+    names: Iterable[str] | None = None,
+) -> Ranks:
     """Count what each rank and each file holds of some states of a checkpoint. Nothing is read.
 
     Parameters
@@ -121,6 +125,8 @@ def ranks_of(views: Iterable[Namespace[Any]], check: Callable[[], None] = lambda
         The states, or other parts, of one checkpoint.
     check
         Called now and then; what it raises ends the work.
+    names
+        The full names of the tensors to count; None: all.
     """
     views = tuple(views)
     files: dict[str, FileHeld] = {}
@@ -128,7 +134,7 @@ def ranks_of(views: Iterable[Namespace[Any]], check: Callable[[], None] = lambda
     lost: dict[tuple[str, str], int] = {}
     for view in views:
         specs = view.specs
-        for n, name in enumerate(view._owners()):
+        for n, name in enumerate(view._owners() if names is None else names):
             if n % _EVERY == 0:
                 check()
             spec = specs[name]

@@ -47,7 +47,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const pages = context ? PAGES.filter((page) => page.shown(context.about)) : [];
   const page = pages.find(({ id }) => id === route.page) ?? pages[0];
   useEffect(() => {
-    if (context) document.title = `${shownName(context.about.title)} · lazyckpt`;
+    if (context && frame.current?.closest("#explorer")) document.title = `${shownName(context.about.title)} · lazyckpt`;
   }, [context?.about.title]);
   const switchTheme = () => {
     const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]!;
@@ -57,14 +57,15 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const onKey = (event: KeyboardEvent) => {
     if (isTyping(event) || event.ctrlKey || event.metaKey || event.altKey || window_) return;
     const number = Number(event.key);
+    const inTree = (event.target as Element).closest?.("[role=tree]"); // where letters go to names
     if (event.key === "?") setWindow("help");
-    else if (event.key === "t" && !(event.target as Element).closest("[role=tree]")) switchTheme();
+    else if (event.key === "t" && !inTree) switchTheme();
     else if (event.key === "/") {
       event.preventDefault();
       const field = frame.current?.querySelector<HTMLInputElement>("input[type=search]");
       if (field) field.focus();
       else context?.go({}, "tree");
-    } else if (number >= 1 && pages[number - 1]) context?.go({}, pages[number - 1]!.id);
+    } else if (number >= 1 && pages[number - 1] && !inTree) context?.go({}, pages[number - 1]!.id);
   };
   useEffect(() => {
     // keys count within the explorer; a page of its own has nothing else, and then they count everywhere

@@ -1,7 +1,7 @@
 // A grid of coloured cells with labels, a tooltip and a legend.
 
 import { useRef, useState } from "preact/hooks";
-import { logTicks, shortNumber, ticks } from "./scale";
+import { logTicks, shortNumber, ticks } from "./axis";
 import "./grid.css";
 
 interface Props {
