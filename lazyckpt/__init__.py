@@ -36,6 +36,7 @@ if _TYPE_CHECKING:
     from .adapting import apply_lora, extract_lora
     from .combining import mean, merge
     from .core.placement import Mesh
+    from .exploring import serve
     from .export.options import WriteResult
     from .inspect.diff import Diff, Difference
     from .inspect.manifest import Digest
@@ -75,6 +76,7 @@ _HOMES = {
     "Finding": "inspect.report",
     "prune": "runs.prune",
     "scan": "inspect.scan.folder",
+    "serve": "exploring",
     "unshard": "view",
 }
 _MODULES = ("deepspeed", "distributed", "interop", "recipes")
@@ -117,6 +119,7 @@ __all__ = [
     "open_run",
     "prune",
     "scan",
+    "serve",
     "unshard",
     "verify",
 ]

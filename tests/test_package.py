@@ -122,6 +122,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("view",),
     ("adapting", "browse", "combining", "deepspeed", "distributed", "engine", "runs"),
     ("recipes",),
+    ("exploring",),
     ("", "demo"),  # "": lazyckpt/__init__.py
     ("cli", "testing"),
     ("__main__",),

@@ -25,6 +25,8 @@ COMMANDS = {
     "show": "Print a tensor or a slice of it.",
     "info": "Describe a checkpoint and print its metadata as a tree.",
     "browse": "Browse a checkpoint interactively in the terminal.",
+    "serve": "Show a checkpoint, a run or a comparison in a web browser.",
+    "report": "Write a checkpoint, a run or a comparison as one HTML file to look at.",
     "stats": "Compute statistics of every tensor.",
     "updates": "Compute how large the optimizer's last step was.",
     "diff": "Compare two checkpoints of any formats, tensor by tensor.",

@@ -104,11 +104,8 @@ class Explorer:
                 return kept
         try:
             found = endpoint(self.subject, query)
-        except LazyckptError as e:
-            status = next((status for kind, status in _STATUS if isinstance(e, kind)), 422)
-            return _error(status, type(e).__name__, str(e))
-        except OSError as e:
-            return _error(422, type(e).__name__, str(e))
+        except (LazyckptError, OSError) as e:
+            return failed(e)
         if isinstance(found, bytes):
             answer = Answer(found, "application/octet-stream")
         else:
@@ -127,13 +124,25 @@ class Explorer:
                 self._size -= len(self._answers.popitem(last=False)[1].body)
 
 
+def failed(error: LazyckptError | OSError) -> Answer:
+    """Return the answer for an error."""
+    status = next((status for kind, status in _STATUS if isinstance(error, kind)), 422)
+    return _error(status, type(error).__name__, str(error))
+
+
 def _error(status: int, kind: str, message: str) -> Answer:
     return Answer(to_json({"error": {"kind": kind, "message": message}}), status=status)
 
 
 @cache
+def endpoint_modules() -> tuple[Any, ...]:
+    """Return the modules of the paths."""
+    return tuple(import_module(f".{name}", __package__) for name in _MODULES)
+
+
+@cache
 def _endpoints() -> Mapping[str, Endpoint]:
     found: dict[str, Endpoint] = {}
-    for name in _MODULES:
-        found |= import_module(f".{name}", __package__).ENDPOINTS
+    for module in endpoint_modules():
+        found |= module.ENDPOINTS
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -112,3 +113,15 @@ class Subject:
         if found is None:
             raise TensorNotFoundError(f"there is no tensor {name!r:.200} in this state")
         return cast("LazyArray", found)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request whose answer a report should hold."""
+
+    path: str
+    """The path."""
+    values: Mapping[str, str]
+    """The parameters."""
+    reads: int = 0
+    """How many bytes of tensors the answer reads."""

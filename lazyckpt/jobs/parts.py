@@ -10,12 +10,14 @@ earlier part waits until the CRC-32s of all pieces of the tensor are known.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..core.dtypes import dtype_of
 from ..core.merkle import Form, Leaves
+from ..errors import DataError
 from ..io.storage.access import read_pieces
 from ..io.storage.uploads import part_size
 from ..lazy import LazyArray, shape_of
@@ -250,6 +252,43 @@ def streamed(layout: Layout, hashes: list[Hashed], algorithm: str | None) -> Ite
         sums.add([one for one in found.sums if one.number not in sums.known])
         hashes += found.hashes
         yield found.data
+
+
+class Content:
+    """The bytes of a file by ranges, from its layout. Threads may share one.
+
+    Raises
+    ------
+    DataError
+        The file has checksums of tensors, whose bytes would all have to be read, or tensors that are in memory.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        if layout.checksums or not all(isinstance(p.tensor, LazyArray) for p in layout.placed):
+            raise DataError("ranges of a file are read only in formats without checksums, from lazy tensors")
+        self.size = layout.size
+        self._texts = layout.texts
+        self._text_ends = [offset + len(text) for offset, text in layout.texts]
+        cuts = sorted((p.offset, n) for n, p in enumerate(layout.placed) if p.tensor.nbytes)
+        self._cuts = [_Cut(offset, n, layout.placed[n], None) for offset, n in cuts]
+        self._cut_ends = [cut.end for cut in self._cuts]
+
+    def read(self, begin: int, end: int) -> bytearray:
+        """Return the bytes from ``begin`` to ``end`` of the file. Raises what reading raises."""
+        data = bytearray(end - begin)
+        with memoryview(data) as view:
+            for offset, text in self._texts[bisect_right(self._text_ends, begin) :]:
+                if offset >= end:
+                    break
+                lo, hi = max(offset, begin), min(offset + len(text), end)
+                view[lo - begin : hi - begin] = text[lo - offset : hi - offset]
+            for cut in self._cuts[bisect_right(self._cut_ends, begin) :]:
+                if cut.offset >= end:
+                    break
+                piece = cut.piece(begin, end)
+                with view[piece.at : piece.at + piece.nbytes] as target:
+                    _read(piece, target)
+        return data
 
 
 def _read(piece: Piece, target: memoryview) -> None:

@@ -32,6 +32,7 @@ from ..errors import (
     sentences,
     some,
 )
+from ..explore.subject import Subject
 from ..formats.archives import locate
 from ..formats.catalog import OPENERS, Found, find, recorded_step, unfinished
 from ..formats.links import lost
@@ -40,7 +41,7 @@ from ..formats.reader import Source
 from ..formats.shared.announce import listing
 from ..io.storage.base import Store, closed_error
 from ..io.storage.joined import Joined
-from ..namespace import plain_meta
+from ..namespace import Namespace, plain_meta
 from ..show.html import view_html
 from ..tensor import LazyTensor
 from ..view import CheckpointView, view_of, within
@@ -380,6 +381,11 @@ class RunView(CheckpointView):
         from ..show.plot import RunPlots
 
         return RunPlots(self)
+
+    def _subject(self, other: Namespace[Any] | None = None) -> Subject:
+        if other is not None:
+            raise DataError("the explorer compares checkpoints, not runs: use run.at(step).widget(other)")
+        return Subject(self, run=self)
 
     def rename(self, *args: Any, **options: Any) -> NoReturn:
         """Raise DataError: the tensors of a run cannot be renamed. Use ``run.at(step).rename(names)``.

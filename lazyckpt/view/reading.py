@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from ..core.units import size_in_bytes
 from ..errors import DataError
+from ..explore.subject import Subject
 from ..inspect.kept import with_files
 from ..namespace import Namespace
 from ..show.notebook import States
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch.nn.modules.module import _IncompatibleKeys
 
+    from ..explore.report import Written
     from ..inspect.manifest import Digest
     from ..inspect.table import Table
     from ..show.plot import ViewPlots
@@ -280,3 +284,78 @@ class Readable(Namespace[LazyTensor]):
         from ..show.plot import ViewPlots
 
         return ViewPlots(self)
+
+    # -- the explorer
+
+    def _subject(self, other: Namespace[Any] | None = None) -> Subject:
+        """Return what the explorer shows of this view."""
+        return Subject(self, other)
+
+    def widget(self, other: Namespace[Any] | None = None, *, height: int = 640) -> Any:
+        """Show the explorer in a notebook: tree, architecture, ranks, values, moments.
+
+        The widget asks the kernel for what it shows; only the data that is looked at is read. `lazyckpt.serve` shows
+        the same as a web page, `report` as a file.
+
+        Parameters
+        ----------
+        other
+            A second view, to compare this one with.
+        height
+            Height in CSS pixels.
+
+        Returns
+        -------
+        anywidget.AnyWidget
+            The widget, for JupyterLab, VS Code, Colab and marimo.
+
+        Raises
+        ------
+        DataError
+            anywidget is not installed.
+        """
+        from ..explore.api import Explorer
+        from ..explore.widget import widget
+
+        return widget(Explorer(self._subject(other)), height)
+
+    def report(
+        self,
+        dest: str | os.PathLike[str],
+        other: Namespace[Any] | None = None,
+        *,
+        max_size: int | str = "5MiB",
+        max_read: int | str = "4GiB",
+    ) -> Written:
+        """Write the explorer as one HTML file, for a wiki, a pull request or an e-mail.
+
+        The file holds the tree, and as many figures and values as fit. It needs no server and no network.
+
+        Parameters
+        ----------
+        dest
+            The file. An existing one is replaced when the new one is complete.
+        other
+            A second view, to compare this one with.
+        max_size
+            Largest size of the file: bytes, or text such as "5MiB".
+        max_read
+            How many bytes of tensors are read at most, for statistics and pictures: bytes, or text such as "4GiB".
+
+        Returns
+        -------
+        Written
+            The path, the size in bytes, and how many answers were left out to keep to the limits.
+
+        Raises
+        ------
+        DataError
+            ``max_size`` is too small for the application and the tree.
+        DestinationError
+            The file cannot be written, or it is one of the checkpoint.
+        """
+        from ..explore.api import Explorer
+        from ..explore.report import report
+
+        limits = size_in_bytes(max_size), size_in_bytes(max_read)
+        return report(Explorer(self._subject(other)), dest, *limits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from ...errors import Problem, printable
@@ -10,7 +11,7 @@ from ...namespace import Namespace
 from ...show.about import facts_of
 from ..packing import VERSION
 from ..query import Query
-from ..subject import Subject
+from ..subject import Subject, Wanted
 
 _PROBLEMS = 200  # maximum number of problems that are listed
 
@@ -59,4 +60,11 @@ def _problem(problem: Problem) -> dict[str, str]:
     return {"code": problem.code, "severity": kind.severity, "text": printable(str(problem)), "advice": kind.todo}
 
 
+def _report(subject: Subject) -> Iterator[Wanted]:
+    yield Wanted("about", {})
+    for step in subject.run.steps if subject.run is not None else ():
+        yield Wanted("about", {"step": str(step)})
+
+
 ENDPOINTS = {"about": about}
+REPORT = _report

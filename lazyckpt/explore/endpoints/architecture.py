@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +11,7 @@ from ...inspect.architecture import ROLES, Group, architecture
 from ...inspect.costs import OPTIMIZERS, memory_per_rank
 from ...layouts.pipeline import PipelineLayout
 from ..query import Query
-from ..subject import Subject, View
+from ..subject import Subject, View, Wanted
 
 _MOST = 20_000  # groups that an answer has
 _DEGREE = 1 << 20
@@ -118,4 +119,10 @@ def _weights(view: View) -> View:
     raise DataError("the checkpoint has no weights: the memory is reckoned from their shapes")
 
 
+def _report(subject: Subject) -> Iterator[Wanted]:
+    yield Wanted("architecture", {})
+    yield Wanted("architecture/memory", {})
+
+
 ENDPOINTS = {"architecture": parameters, "architecture/memory": memory}
+REPORT = _report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -10,7 +10,7 @@ from ...errors import Problem, TensorNotFoundError, printable
 from ...inspect.ranks import FileHeld, held_by, ranks_of
 from ...inspect.report import kind_of
 from ..query import Query
-from ..subject import Subject, View
+from ..subject import Subject, View, Wanted
 
 _FILES = 20_000  # files that an answer lists
 _LOST = 2000  # damaged tensors that an answer lists
@@ -96,4 +96,9 @@ def _states(subject: Subject, query: Query) -> Iterable[View]:
     return list(subject.checkpoint(query).states.values())
 
 
+def _report(subject: Subject) -> Iterator[Wanted]:
+    yield Wanted("ranks", {})
+
+
 ENDPOINTS = {"ranks": ranks, "ranks/file": holding}
+REPORT = _report

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,16 +13,17 @@ from ...core.fragments import fragments_of
 from ...errors import printable
 from ...inspect.ranks import ranks_of
 from ...inspect.stats import stats_of_all
-from ...show.outline import outline
+from ...show.outline import Outline, outline
 from ..packing import pack
 from ..query import Query
-from ..subject import Subject, View
+from ..subject import Subject, View, Wanted
 
 TIED, IDLE, LOST, PROBLEM = 1, 2, 4, 8
 """Marks of a tensor, as bits: its tensor has another name; the optimizer has no state for it; elements of it are in
 files that cannot be read; a problem names it."""
 
-_MOST = 1 << 16  # tensors whose norms one request computes
+_MOST = 4096  # tensors whose norms one request computes
+_AT_ONCE = 32 << 20  # bytes that they have together, unless one has more
 _STAND_IN = "\N{SYMBOL FOR NEWLINE}"
 _LISTED = 1000  # names without a shape, and texts of problems, that an answer has
 _WHOLE = ("weights", "fp32")  # the states that are not of an optimizer
@@ -77,6 +80,7 @@ def tree(subject: Subject, query: Query) -> bytes:
     return pack(header, {"text": body, "kind": marks})
 
 
+<<<<<<< HEAD
 def marks(subject: Subject, query: Query) -> bytes:
     """Return what is unusual about the tensors of a state.
 
@@ -145,32 +149,91 @@ def _lost(view: View, place: dict[str, int], query: Query) -> dict[int, int]:
 def norms(subject: Subject, query: Query) -> bytes:
     """Compute the norms of some tensors. Their elements are read once.
 
-    Parameters of the request: ``low`` and ``high``, the first name and the one after the last in the order of ``tree``;
-    at most 65,536. Those of `Subject.part`.
+    Parameters of the request: ``low``, the number of the first name in the order of ``tree``; those of `Subject.part`.
+    The answer has as many names as are some 32 MiB together, at most 4,096 and at least one.
 
     Returns
     -------
     bytes
-        Header: ``errors``, number of a name -> why its tensor cannot be read. Arrays, float64, a value for each name:
-        ``norm``, the root of the sum of squares; ``largest``, the largest absolute value; ``odd``, the number of
-        elements that are NaN or infinite, which the others leave out; NaN for tensors that cannot be read.
+        Header: ``high``, the number of the first name that the answer does not have; ``errors``, number of a name ->
+        why its tensor cannot be read. Arrays, float64, a value for each name: ``norm``, the root of the sum of squares;
+        ``largest``, the largest absolute value; ``odd``, the number of elements that are NaN or infinite, which the
+        others leave out; NaN for tensors that cannot be read.
     """
     view = subject.part(query)
-    names = outline(view).names
-    low = query.number("low", 0, 0, len(names))
-    high = query.number("high", min(len(names), low + _MOST), low, min(len(names), low + _MOST))
+    found = outline(view)
+    low = query.number("low", 0, 0, len(found.names))
+    high = _block(found, low)
     query.check()
-    chosen = {str(n): view.exact(names[n]) for n in range(low, high)}
+    chosen = {str(n): view.exact(found.names[n]) for n in range(low, high)}
     table = stats_of_all({n: t for n, t in chosen.items() if t is not None}, progress=False, check=query.check)
-    found = np.full((3, high - low), np.nan)
+    numbers = np.full((3, high - low), np.nan)
     errors: dict[str, str] = {}
     for row in table:
         if row.error is not None:
             errors[row.name] = printable(row.error)
             continue
         odd = row.count - row.finite
-        found[:, int(row.name) - low] = (row.l2 or 0.0, np.nan if row.absmax is None else row.absmax, odd)
-    return pack({"errors": errors}, {"norm": found[0], "largest": found[1], "odd": found[2]})
+        numbers[:, int(row.name) - low] = (row.l2 or 0.0, np.nan if row.absmax is None else row.absmax, odd)
+    return pack({"high": high, "errors": errors}, {"norm": numbers[0], "largest": numbers[1], "odd": numbers[2]})
 
 
-ENDPOINTS = {"tree": tree, "tree/marks": marks, "tree/norms": norms}
+def _block(found: Outline, low: int) -> int:
+    """Return the end of the names whose norms one request computes."""
+    sums = found.nbytes
+    high = bisect_right(sums, sums[low] + _AT_ONCE, low) - 1
+    return min(max(high, low + 1), low + _MOST, len(found.names))
+
+
+def totals(subject: Subject, query: Query) -> dict[str, Any]:
+    """Sum up a group of names in every state. Nothing is read.
+
+    Parameters of the request: ``prefix``, the names' part before a dot, or "" for all names; ``side`` and ``step``.
+
+    Returns
+    -------
+    dict
+        ``states``: a list of objects with ``name``, ``tensors``, ``numel``, ``nbytes``, tied tensors counted once.
+    """
+    view = subject.checkpoint(query)
+    prefix = query.text("prefix", "")
+    states = []
+    for name, part in view.states.items():
+        query.check()
+        found = outline(part)
+        low, high = 0, len(found.names)
+        if prefix:
+            low = bisect_left(found.names, prefix + ".")
+            high = bisect_left(found.names, prefix + "/", low)  # "/" is the character after "."
+        states.append(
+            {
+                "name": name,
+                "tensors": high - low,
+                "numel": int(found.numels[high] - found.numels[low]),
+                "nbytes": int(found.nbytes[high] - found.nbytes[low]),
+            }
+        )
+    return {"states": states}
+
+
+def _report(subject: Subject) -> Iterator[Wanted]:
+    view = subject.view
+    yield Wanted("tree", {})
+    yield Wanted("tree/marks", {})
+    yield Wanted("tree/totals", {})
+    if subject.other is not None:
+        yield Wanted("tree", {"side": "b"})
+    for state in view.states:
+        if state != view.state:
+            yield Wanted("tree", {"state": state})
+    if subject.run is None:
+        found = outline(view)
+        low = 0
+        while low < len(found.names):
+            high = _block(found, low)
+            yield Wanted("tree/norms", {"low": str(low)}, int(found.nbytes[high] - found.nbytes[low]))
+            low = high
+
+
+ENDPOINTS = {"tree": tree, "tree/marks": marks, "tree/norms": norms, "tree/totals": totals}
+REPORT = _report

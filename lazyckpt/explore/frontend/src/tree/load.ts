@@ -106,8 +106,6 @@ export interface Norms {
   known: number;
 }
 
-const AT_ONCE = 32 << 20; // bytes that one request reads, unless a tensor is larger
-const NAMES = 4096;
 const norms = new WeakMap<State, Norms>();
 
 export function keptNorms(state: State): Norms | null {
@@ -124,18 +122,13 @@ export async function computeNorms(api: Api, state: State, params: Params, signa
   for (let n = 0; n < found.known; n += 1) done += state.bytes(n);
   while (found.known < count) {
     const low = found.known;
-    let high = low, size = 0;
-    while (high < count && high - low < NAMES && (high === low || size + state.bytes(high) <= AT_ONCE)) {
-      size += state.bytes(high);
-      high += 1;
-    }
-    const { arrays } = await api.packed("tree/norms", { ...params, low, high }, signal);
+    const { header, arrays } = await api.packed<{ high: number }>("tree/norms", { ...params, low }, signal);
     found.norm.set(arrays["norm"]!, low);
     found.largest.set(arrays["largest"]!, low);
     found.odd.set(arrays["odd"]!, low);
-    found = { ...found, known: high };
+    for (let n = low; n < header.high; n += 1) done += state.bytes(n);
+    found = { ...found, known: header.high };
     norms.set(state, found);
-    done += size;
     progress(found, total ? done / total : 1);
   }
 }

@@ -1,0 +1,76 @@
+"""`lazyckpt serve`: the explorer as a local web page."""
+
+from __future__ import annotations
+
+import webbrowser
+from typing import Annotated
+
+import typer
+
+from ..core.dtypes import dtype_named
+from ..exploring import serve as serving
+from .console import write_line
+from .options import BaseOption, FormatOption, PathArg, RulesOption, TagOption, read_rules
+
+
+def serve(
+    path: PathArg,
+    other: Annotated[
+        str | None, typer.Argument(metavar="OTHER", help="A second checkpoint, to compare with.", show_default=False)
+    ] = None,
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="Port to listen on; 0: a free one.")] = 0,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", metavar="NAME", help="Name of a proxy or tunnel that leads here; * for any."),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", envvar="LAZYCKPT_TOKEN", help="Token of the address (default: random)."),
+    ] = None,
+    browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    rename: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Names for hf/ and zarr/: hf, megatron.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Dtype of weights in hf/ and zarr/: bf16.", show_default=False)
+    ] = None,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Offer the unquantized model in hf/ and zarr/ (default: as bf16).")
+    ] = False,
+    tag: TagOption = None,
+    format: FormatOption = None,
+    rules: RulesOption = None,
+    base: BaseOption = None,
+) -> None:
+    """Show a checkpoint, a run, or two checkpoints side by side in a web browser.
+
+    Prints the address of the page and serves it until Ctrl-C. The server only reads, and listens on this machine alone
+    unless --host says otherwise. Who does not know the token of the address sees nothing.
+
+    It also offers the checkpoint as if it had been converted, without writing anything: as a folder of safetensors
+    (hf/) and as a Zarr store (zarr/), for curl, safetensors, transformers, zarr and xarray.
+    """
+    rule = None if rules is None else read_rules(rules)
+    with serving(
+        path,
+        other,
+        host=host,
+        port=port,
+        token=token,
+        hosts=allow_host or (),
+        rename=rename,
+        dtype=None if dtype is None else dtype_named(dtype).torch,
+        dequantize=dequantize,
+        tag=tag,
+        format=format,
+        rules=rule,
+        base=base,
+    ) as server:
+        write_line(("The explorer is at ", ""), (server.url, "bold"))
+        write_line((f"As a folder of safetensors: {server.address}hf/", "dim"))
+        write_line((f"As a Zarr store: {server.address}zarr/", "dim"))
+        write_line(("Ctrl-C stops it.", "dim"))
+        if browser:
+            webbrowser.open(server.url)
+        server.wait()

@@ -1,0 +1,215 @@
+"""`lazyckpt.serve`: the explorer of a checkpoint, a run or a comparison, by path or view."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from .errors import FormatError, MissingFileError
+from .explore.api import Explorer
+from .explore.query import Query
+from .explore.server import Server
+from .explore.sharing import Folder, Zarr, routes
+from .explore.subject import Subject
+from .recipes.parts import with_dtype
+from .recipes.unquantized import SideFiles
+from .runs.view import RunView
+from .view import CheckpointView
+
+T = TypeVar("T")
+Source = CheckpointView | str | os.PathLike[str]
+
+
+def subject_of(source: Source, other: Source | None = None, options: Mapping[str, Any] | None = None) -> Subject:
+    """Return what the explorer shows of a path or view, and of a second one beside it.
+
+    Parameters
+    ----------
+    source
+        A view, or a path. The folder of a run with two or more checkpoints is shown as a run, unless ``options`` name
+        one of them (``tag``).
+    other
+        A second view or path, to compare the first one with.
+    options
+        Options of `lazyckpt.open`.
+
+    Raises
+    ------
+    LazyckptError
+        As `lazyckpt.open` raises it.
+    """
+    options = dict(options or {})
+    title = "" if isinstance(source, CheckpointView) else os.fspath(source)
+    if other is not None:
+        return Subject(_opened(source, options), _opened(other, options), title=_joined(source, other))
+    if isinstance(source, RunView):
+        return Subject(source, run=source, title=title)
+    if not isinstance(source, CheckpointView) and not options.get("tag") and not options.get("format"):
+        run = _run_of(source, options)
+        if run is not None:
+            return Subject(run, run=run, title=title)
+    return Subject(_opened(source, options), title=title)
+
+
+def _opened(source: Source, options: Mapping[str, Any]) -> CheckpointView:
+    return source if isinstance(source, CheckpointView) else CheckpointView(source, **options)
+
+
+def _joined(a: Source, b: Source) -> str:
+    texts = [one.root if isinstance(one, CheckpointView) else os.fspath(one) for one in (a, b)]
+    return " and ".join(texts)
+
+
+def _run_of(path: str | os.PathLike[str], options: Mapping[str, Any]) -> RunView | None:
+    """Return the run at a path if it has two or more checkpoints with different steps."""
+    try:
+        run = RunView(path, storage_options=options.get("storage_options"))
+    except (FormatError, MissingFileError):
+        return None
+    return run if len(run.paths) > 1 else None
+
+
+def serve(
+    source: Source,
+    other: Source | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    hosts: Iterable[str] = (),
+    rename: str | None = None,
+    dtype: torch.dtype | None = None,
+    dequantize: bool = False,
+    max_shard_size: int | str = "5GB",
+    **options: Any,
+) -> Server:
+    """Show a checkpoint, a run, or two checkpoints side by side as a local web page. Returns at once.
+
+    The server is read-only. It listens on this machine's loopback address unless told otherwise, and answers those who
+    know the token that `Server.url` has in it. It runs in a thread until `Server.close`, or until the process ends;
+    `Server.wait` waits for it.
+
+    It also offers the checkpoint as if it had been converted, computed on demand and by ranges: as a folder of
+    safetensors at `Server.address` + "hf/", and as a Zarr store at "zarr/".
+
+    Parameters
+    ----------
+    source
+        A view, or the path or URL of a checkpoint or of a run.
+    other
+        A second one, to compare the first with.
+    host
+        The address to listen on.
+    port
+        The port; 0 chooses a free one.
+    token
+        What one has to know to be answered. By default a random one.
+    hosts
+        More names under which the server is reached: those of a proxy or a tunnel; "*" for any.
+    rename
+        Names for the folder and the store: "hf" or "megatron" (`CheckpointView.rename`).
+    dtype
+        Dtype of the floating-point weights in the folder and the store.
+    dequantize
+        Offer the weights that the codes and scales of a quantized model mean, as ``dtype`` (default: bfloat16).
+    max_shard_size
+        Largest size of a file of the folder: bytes, or text such as "5GB".
+    **options
+        Options of `lazyckpt.open`: tag, format, rules, storage_options, ...
+
+    Returns
+    -------
+    Server
+        ``url``, ``wait()``, ``close()``.
+
+    Raises
+    ------
+    DataError
+        starlette or uvicorn is not installed, or the port cannot be used. Errors of opening are shown by the page.
+
+    Examples
+    --------
+    >>> server = lazyckpt.serve("runs/405b")  # doctest: +SKIP
+    >>> server.url  # doctest: +SKIP
+    'http://127.0.0.1:43521/?token=...'
+    """
+    explorer = Later(lambda: Explorer(subject_of(source, other, options)))
+    explorer.start()
+    path = None if isinstance(source, CheckpointView) else os.fspath(source)
+
+    def shared() -> tuple[Folder, Zarr]:
+        subject = explorer.get().subject
+        view = subject.checkpoint(Query({}))
+        assert isinstance(view, CheckpointView)  # `subject_of` makes no others
+        changed = _changed(view, rename, dtype, dequantize)
+        return Folder(changed, _beside(path, view, changed, dtype, dequantize), max_shard_size), Zarr(changed)
+
+    later = Later(shared)
+    return Server(explorer.get, host=host, port=port, token=token, hosts=hosts, mounts=lambda: routes(later.get))
+
+
+def _changed(view: CheckpointView, rename: str | None, dtype: torch.dtype | None, dequantize: bool) -> CheckpointView:
+    if dequantize:
+        view = view.dequantize(dtype or torch.bfloat16)
+    if rename is not None:
+        view = view.rename(rename)
+    return view if dtype is None or dequantize else view.astype(dtype)
+
+
+def _beside(
+    path: str | None, view: CheckpointView, changed: CheckpointView, dtype: torch.dtype | None, dequantize: bool
+) -> dict[str, bytes]:
+    """Return the configuration and tokenizer beside a checkpoint; else the configuration in its metadata, if any."""
+    told = dtype or (torch.bfloat16 if dequantize else None)
+    found = SideFiles(path or view.root, changed, view.root, told, plain=dequantize).contents()
+    config = changed.meta.get("config")
+    if "config.json" not in found and isinstance(config, Mapping) and "model_type" in config:
+        settings = with_dtype(config, told) if told is not None else config
+        try:
+            found["config.json"] = (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
+        except (TypeError, ValueError):
+            return found  # the metadata has objects that are not plain
+    return found
+
+
+class Later(Generic[T]):
+    """Something that is made once, by the first who asks for it or in a thread. All get it, or what making it raised.
+
+    Parameters
+    ----------
+    make
+        Makes it.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: T | None = None
+        self._error: Exception | None = None
+
+    def start(self) -> None:
+        """Begin to make it, in a thread."""
+        threading.Thread(target=self._quietly, name="lazyckpt open", daemon=True).start()
+
+    def _quietly(self) -> None:
+        with suppress(Exception):  # `get` raises it
+            self.get()
+
+    def get(self) -> T:
+        """Return it, or raise what making it raised."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._made is None:
+                try:
+                    self._made = self._make()
+                except Exception as e:
+                    self._error = e
+                    raise
+            return self._made
