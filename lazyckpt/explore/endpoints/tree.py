@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -45,26 +46,14 @@ def tree(subject: Subject, query: Query) -> bytes:
     """
     view = subject.part(query)
     found = outline(view)
-    names, marks, kinds = found.names, found.marks.astype(np.int32), list(found.kinds)
+    names, numbered = found.names, found.marks.astype(np.int32)
     query.check()
-    text, odd = "\n".join(names), {}
-    try:
-        data = text.encode()
-    except UnicodeEncodeError:
-        data = b"\n"  # some names are odd
-    if data.count(b"\n") != max(0, len(names) - 1):
-        lines = []
-        for n, name in enumerate(names):
-            line = name.replace("\n", _STAND_IN).encode("utf-8", "replace")
-            lines.append(line)
-            if line != name.encode("utf-8", "surrogatepass"):
-                odd[n] = name
-        data = b"\n".join(lines)
-    twice = np.flatnonzero(marks < 0).tolist()
-    numbers = {kind: n for n, kind in enumerate(kinds)}
+    data, odd = _lines(names)
+    twice = np.flatnonzero(numbered < 0).tolist()
+    numbers = {kind: n for n, kind in enumerate(found.kinds)}
     for n in twice:
         spec = found.spec(n)
-        marks[n] = numbers.setdefault((spec.shape, spec.dtype), len(numbers))
+        numbered[n] = numbers.setdefault((spec.shape, spec.dtype), len(numbers))
     rank = {name: n for n, name in enumerate(names)} if found.tied else {}
     header = {
         "count": len(names),
@@ -76,11 +65,25 @@ def tree(subject: Subject, query: Query) -> bytes:
         "odd": odd,
         "unreadable": [[name, printable(why)] for name, why in list(view.unreadable.items())[:_LISTED]],
     }
-    body = np.frombuffer(data + b"\n" if names else b"", np.uint8)
-    return pack(header, {"text": body, "kind": marks})
+    return pack(header, {"text": np.frombuffer(data, np.uint8), "kind": numbered})
 
 
-<<<<<<< HEAD
+def _lines(names: Sequence[str]) -> tuple[bytes, dict[int, str]]:
+    """Return names as lines of UTF-8, with stand-ins for those that are no line; and these by their numbers."""
+    odd: dict[int, str] = {}
+    text = "\n".join([*names, ""])
+    if text.count("\n") == len(names):
+        with suppress(UnicodeEncodeError):
+            return text.encode(), odd
+    lines = []
+    for n, name in enumerate(names):
+        line = name.replace("\n", _STAND_IN).encode("utf-8", "replace")
+        lines.append(line + b"\n")
+        if line != name.encode("utf-8", "surrogatepass"):
+            odd[n] = name
+    return b"".join(lines), odd
+
+
 def marks(subject: Subject, query: Query) -> bytes:
     """Return what is unusual about the tensors of a state.
 
