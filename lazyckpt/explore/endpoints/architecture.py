@@ -89,12 +89,14 @@ def memory(subject: Subject, query: Query) -> dict[str, Any]:
         division.
     """
     view = _weights(subject.checkpoint(query))
-    degrees = {axis: query.number(axis, 1, 1, _DEGREE) for axis in ("tp", "pp", "dp", "ep")}
     layout: PipelineLayout | None = query.text("layout", "") or None
     found = memory_per_rank(
         view,
         dtype=query.text("dtype", "") or None,
-        **degrees,
+        tp=query.number("tp", 1, 1, _DEGREE),
+        pp=query.number("pp", 1, 1, _DEGREE),
+        dp=query.number("dp", 1, 1, _DEGREE),
+        ep=query.number("ep", 1, 1, _DEGREE),
         etp=query.number("etp", 1, 1, _DEGREE) if "etp" in query else None,
         layout=layout,
         zero=query.number("zero", 0, 0, 3),

@@ -57,9 +57,7 @@ def tree(subject: Subject, query: Query) -> bytes:
     rank = {name: n for n, name in enumerate(names)} if found.tied else {}
     header = {
         "count": len(names),
-        "kinds": [
-            {"shape": list(shape), "dtype": dtype.short, "itemsize": dtype.itemsize} for shape, dtype in numbers
-        ],
+        "kinds": [{"shape": list(shape), "dtype": dtype.short, "itemsize": dtype.itemsize} for shape, dtype in numbers],
         "tied": {rank[name]: owner for name, owner in found.tied.items()},
         "twice": twice,
         "odd": odd,

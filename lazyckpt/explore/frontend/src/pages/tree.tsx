@@ -1,6 +1,6 @@
 // The tree of tensors, with a search, and a card of what is chosen.
 
-import type { JSX } from "preact";
+import type { CSSProperties } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { Card } from "../tree/card";
@@ -115,7 +115,7 @@ function TreeOf({ state }: { state: State }) {
   };
 
   const parentBytes = (row: Row) => (row.parent >= 0 ? sums.bytes(rows[row.parent]!) : sums.bytes({ node: tree.root, leaf: false, copies: [0] }));
-  const draw = (index: number, style: JSX.CSSProperties) => {
+  const draw = (index: number, style: CSSProperties) => {
     const row = rows[index]!;
     const own = row.leaf ? tree.at(row.node.leaf) : -1;
     const size = sums.bytes(row);
