@@ -17,8 +17,6 @@ from .explore.query import Query
 from .explore.server import Server
 from .explore.sharing import Folder, Zarr, routes
 from .explore.subject import Subject
-from .recipes.parts import with_dtype
-from .recipes.unquantized import SideFiles
 from .runs.view import RunView
 from .view import CheckpointView
 
@@ -143,15 +141,19 @@ def serve(
     explorer.start()
     path = None if isinstance(source, CheckpointView) else os.fspath(source)
 
-    def shared() -> tuple[Folder, Zarr]:
-        subject = explorer.get().subject
-        view = subject.checkpoint(Query({}))
+    def views() -> tuple[CheckpointView, CheckpointView]:
+        view = explorer.get().subject.checkpoint(Query({}))
         assert isinstance(view, CheckpointView)  # `subject_of` makes no others
-        changed = _changed(view, rename, dtype, dequantize)
-        return Folder(changed, _beside(path, view, changed, dtype, dequantize), max_shard_size), Zarr(changed)
+        return view, _changed(view, rename, dtype, dequantize)
 
-    later = Later(shared)
-    return Server(explorer.get, host=host, port=port, token=token, hosts=hosts, mounts=lambda: routes(later.get))
+    def folder() -> Folder:
+        view, changed = both.get()
+        return Folder(changed, _beside(path, view, changed, dtype, dequantize), max_shard_size)
+
+    both, files, store = Later(views), Later(folder), Later(lambda: Zarr(both.get()[1]))
+    return Server(
+        explorer.get, host=host, port=port, token=token, hosts=hosts, mounts=lambda: routes(files.get, store.get)
+    )
 
 
 def _changed(view: CheckpointView, rename: str | None, dtype: torch.dtype | None, dequantize: bool) -> CheckpointView:
@@ -166,6 +168,9 @@ def _beside(
     path: str | None, view: CheckpointView, changed: CheckpointView, dtype: torch.dtype | None, dequantize: bool
 ) -> dict[str, bytes]:
     """Return the configuration and tokenizer beside a checkpoint; else the configuration in its metadata, if any."""
+    from .recipes.parts import with_dtype  # recipes import torch.distributed, which takes 50 MB
+    from .recipes.unquantized import SideFiles
+
     told = dtype or (torch.bfloat16 if dequantize else None)
     found = SideFiles(path or view.root, changed, view.root, told, plain=dequantize).contents()
     config = changed.meta.get("config")

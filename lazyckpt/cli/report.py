@@ -31,9 +31,9 @@ def report(
     rules: RulesOption = None,
     base: BaseOption = None,
 ) -> None:
-    """Write a checkpoint, a run or a comparison as one HTML file to look at.
+    """Write a checkpoint as one HTML file to look at.
 
-    The file holds the tree, and as many figures and values as fit. It needs no server and no network.
+    A run, or two checkpoints side by side, can be written, too. The file holds the tree, and as many figures and values as fit. It needs no server and no network.
     """
     options = {
         "tag": tag,

@@ -43,9 +43,9 @@ def serve(
     rules: RulesOption = None,
     base: BaseOption = None,
 ) -> None:
-    """Show a checkpoint, a run, or two checkpoints side by side in a web browser.
+    """Show a checkpoint in a web browser.
 
-    Prints the address of the page and serves it until Ctrl-C. The server only reads, and listens on this machine alone
+    A run, or two checkpoints side by side, can be shown, too. Prints the address of the page and serves it until Ctrl-C. The server only reads, and listens on this machine alone
     unless --host says otherwise. Who does not know the token of the address sees nothing.
 
     It also offers the checkpoint as if it had been converted, without writing anything: as a folder of safetensors

@@ -11,16 +11,16 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
+from weakref import WeakSet
 
 from ..errors import LazyckptError
 from ..export.files import cut_files
 from ..export.safetensors import SAFETENSORS
 from ..export.writer import check_names
-from ..interop.zarr_store import ViewStore
 from ..jobs.parts import Content
 from ..namespace import Namespace
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-_BLOCK = 1 << 20  # bytes that are read and sent at a time
-_AHEAD = 16  # streams at the same time for which the next block is read while one is sent
+_BLOCKS = ((3, 4 << 20), (12, 512 << 10), (1 << 30, 64 << 10))  # up to so many streams -> bytes that are read at a time
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)", re.ASCII)
 _NODES = 20_000  # maximum number of Zarr nodes whose documents are repeated in that of the root
 
@@ -95,6 +94,8 @@ class Zarr:
     """A view as a Zarr store, whose root lists the documents of all nodes, because HTTP has no listing."""
 
     def __init__(self, view: Namespace[Any]) -> None:
+        from ..interop.zarr_store import ViewStore  # zarr takes 50 MB
+
         self._store = ViewStore(view)
 
     @cached_property
@@ -146,7 +147,7 @@ class Streams:
     """Sends files and ranges of them."""
 
     def __init__(self) -> None:
-        self._open = 0
+        self._open: WeakSet[_Stream] = WeakSet()
 
     async def send(self, request: Request, file: Shared) -> Response:
         """Return the response to a GET or HEAD of a file: whole, a range, or nothing if the asker has it."""
@@ -170,27 +171,40 @@ class Streams:
         status = 200 if span is None else 206
         if request.method == "HEAD":
             return Response(status_code=status, headers=headers, media_type=file.type)
-        first = await asyncio.to_thread(file.read, begin, min(begin + _BLOCK, end))  # errors get a status of their own
-        return StreamingResponse(self._blocks(file, first, begin, end), status, headers, file.type)
+        stream = _Stream(file, begin, end, self._open)
+        self._open.add(stream)
+        await stream.begin()  # errors of the first block get a status of their own
+        return StreamingResponse(stream, status, headers, file.type)
 
-    async def _blocks(self, file: Shared, block: bytes | bytearray, begin: int, end: int) -> AsyncIterator[memoryview]:
-        self._open += 1
-        ahead: asyncio.Future[bytes | bytearray] | None = None
+
+class _Stream:
+    """Bytes of a file in blocks, of which the next one is read while one is sent."""
+
+    def __init__(self, file: Shared, begin: int, end: int, others: Collection[Any]) -> None:
+        self._file, self._at, self._end = file, begin, end
+        self._others = others
+        self._block: bytes | bytearray = b""
+
+    async def begin(self) -> None:
+        """Read the first block."""
+        self._block = await self._read()
+
+    async def __aiter__(self) -> AsyncIterator[memoryview]:
+        ahead: asyncio.Task[bytes | bytearray] | None = None
         try:
-            at = begin + len(block)
-            while True:
-                stop = min(at + _BLOCK, end)
-                if at < end and self._open <= _AHEAD:
-                    ahead = asyncio.ensure_future(asyncio.to_thread(file.read, at, stop))
-                yield memoryview(block)
-                if at >= end:
-                    return
-                block = await (ahead or asyncio.to_thread(file.read, at, stop))
-                ahead, at = None, stop
+            while self._at < self._end:
+                ahead = asyncio.create_task(self._read())
+                yield memoryview(self._block)
+                self._block = await ahead
+            yield memoryview(self._block)
         finally:
-            self._open -= 1
             if ahead is not None:
                 ahead.cancel()
+
+    async def _read(self) -> bytes | bytearray:
+        most = next(size for streams, size in _BLOCKS if len(self._others) <= streams)
+        begin, self._at = self._at, min(self._at + most, self._end)
+        return await asyncio.to_thread(self._file.read, begin, self._at)
 
 
 def _span(text: str, size: int) -> tuple[int, int] | None:
@@ -208,13 +222,13 @@ def _span(text: str, size: int) -> tuple[int, int] | None:
     return (begin, end) if begin < end else (0, -1)
 
 
-def routes(opened: Callable[[], tuple[Folder, Zarr]]) -> list[Any]:
+def routes(folder_of: Callable[[], Folder], store_of: Callable[[], Zarr]) -> list[Any]:
     """Return the routes of the folder, ``/hf/``, and of the store, ``/zarr/``.
 
     Parameters
     ----------
-    opened
-        Returns both. It is called in a thread and may raise what opening raises.
+    folder_of, store_of
+        Return them. They are called in threads and may raise what opening raises.
     """
     from starlette.responses import HTMLResponse, PlainTextResponse
     from starlette.routing import Route
@@ -224,7 +238,7 @@ def routes(opened: Callable[[], tuple[Folder, Zarr]]) -> list[Any]:
     async def folder(request: Request) -> Response:
         name = request.path_params["path"]
         try:
-            files = (await asyncio.to_thread(opened))[0]
+            files = await asyncio.to_thread(folder_of)
             if not name:
                 return HTMLResponse(_listing("Files", files.names))
             found = await asyncio.to_thread(files.file, name)
@@ -237,7 +251,7 @@ def routes(opened: Callable[[], tuple[Folder, Zarr]]) -> list[Any]:
     async def store(request: Request) -> Response:
         key = request.path_params["path"]
         try:
-            zarr = (await asyncio.to_thread(opened))[1]
+            zarr = await asyncio.to_thread(store_of)
             if not key or key.endswith("/"):
                 names = await zarr.listed(key)
                 if names:

@@ -182,7 +182,18 @@ class ViewStore(Store):
         return self.document(path)
 
     def document(self, path: str) -> bytes | None:
-        """Return the ``zarr.json`` of a node; None if there is no such node."""
+        """Return the ``zarr.json`` of a node.
+
+        Parameters
+        ----------
+        path
+            The path of the group or array; "" for the root.
+
+        Returns
+        -------
+        bytes or None
+            The document; None if there is no such node.
+        """
         data = self._documents.get(path)
         if data is None:
             document: documents.Json
@@ -199,7 +210,18 @@ class ViewStore(Store):
         return data
 
     def chunk(self, key: str) -> tuple[int, Callable[[], memoryview]] | None:
-        """Return the size of a chunk in bytes, and a function that reads it; None if there is no such chunk."""
+        """Return the size of a chunk, and a function that reads it.
+
+        Parameters
+        ----------
+        key
+            The key of the chunk: "weights/layers/3/mlp/up/weight/c/0/1".
+
+        Returns
+        -------
+        tuple or None
+            The size in bytes, and the function; None if there is no such chunk.
+        """
         found = self._chunk(key)
         if found is None:
             return None
