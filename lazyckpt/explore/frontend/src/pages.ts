@@ -18,5 +18,5 @@ export interface Page {
 export const PAGES: Page[] = [
   { id: "tree", title: "Tensors", component: TreePage, shown: () => true },
   { id: "architecture", title: "Architecture", component: ArchitecturePage, shown: () => true },
-  { id: "ranks", title: "Ranks", component: RanksPage, shown: () => true },
+  { id: "ranks", title: "Ranks", component: RanksPage, shown: ({ sides }) => sides.some((side) => side.files > 1) },
 ];

@@ -64,7 +64,7 @@ export function RanksPage() {
       <Figure
         title={grid.isMesh ? "Ranks" : "Files"}
         name="ranks"
-        note={`${grid.isMesh ? meshText(found.mesh) : `${grouped(found.files_in_all)} files; the checkpoint names no ranks`}; colours are ${of === "bytes" ? "bytes of elements" : `numbers of ${of}`}`}
+        note={`${grid.isMesh ? meshText(found.mesh) : `${grouped(found.files_in_all)} ${found.files_in_all === 1 ? "file" : "files"}; the checkpoint names no ranks`}; colours are ${of === "bytes" ? "bytes of elements" : `numbers of ${of}`}`}
         tools={
           <>
             <span role="group" aria-label="of" class="choices">
@@ -96,7 +96,8 @@ export function RanksPage() {
           mark={(r, c) => markOf(grid.cells[r * grid.columns.length + c], found.files)}
           onCell={(r, c) => choose(grid.cells[r * grid.columns.length + c])}
           active={active >= 0 ? [Math.floor(active / grid.columns.length), active % grid.columns.length] : null}
-          legend={of === "bytes" ? "bytes on a rank" : `${of} on a rank`}
+          unit={of === "bytes" ? 1024 : 1}
+          legend={`${of} ${grid.isMesh ? "on a rank" : "in a file"}`}
         />
       </Figure>
       {(damaged.length > 0 || found.lost_in_all > 0) && <Damage found={found} files={damaged} />}
@@ -235,7 +236,7 @@ export function gridOf(found: Ranks, of: string): GridOf {
 }
 
 function filesOf(found: Ranks, of: string): GridOf {
-  const width = Math.min(32, Math.max(1, Math.ceil(Math.sqrt(found.files.length * 3))));
+  const width = Math.min(32, Math.max(1, found.files.length));
   const height = Math.max(1, Math.ceil(found.files.length / width));
   const cells: (Rank | undefined)[] = Array.from({ length: width * height }, (_, n) => {
     const file = found.files[n];

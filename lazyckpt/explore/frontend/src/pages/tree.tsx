@@ -41,7 +41,7 @@ function TreeOf({ state }: { state: State }) {
   const tree = useMemo(() => (found ? new Tree(state.names, state.kind, found, state.kindText) : whole), [found, whole]);
   const sums = useMemo(() => new Sums(tree, state), [tree]);
   const normSums = useMemo(() => norms && new NormSums(tree, norms, state), [tree, norms]);
-  const first = useMemo(() => openAtFirst(tree, found ? 400 : 60), [tree]);
+  const first = useMemo(() => openAtFirst(tree, found ? 400 : undefined), [tree]);
   const open = useMemo(() => (opened === undefined ? first : keysOf(opened)), [opened, first]);
   const unfolded = useMemo(() => keysOf(each), [each]);
   const weight = useMemo<Weight>(() => weightOf(sort, sums, state, tree, normSums), [sort, sums, normSums]);
@@ -151,9 +151,6 @@ function TreeOf({ state }: { state: State }) {
           {row.numbers && (
             <span class="tree-fold">
               {grouped(row.copies.length / (row.parent >= 0 ? rows[row.parent]!.copies.length : 1))} alike
-              <button type="button" tabIndex={-1} class="tree-each" title="list each of them" onClick={(event) => { event.stopPropagation(); unfold(row); }}>
-                each
-              </button>
             </span>
           )}
           {row.differs && (
@@ -162,13 +159,20 @@ function TreeOf({ state }: { state: State }) {
             </span>
           )}
           <MarksOf marks={marks} norms={norms} row={row} tree={tree} sums={sums} />
+          {row.numbers && (
+            <button type="button" tabIndex={-1} class="tree-each" title="list each of them" onClick={(event) => { event.stopPropagation(); unfold(row); }}>
+              list each
+            </button>
+          )}
           {row.leaf && times === 1 && <CopyButton text={state.names.name(own)} label="copy the name" />}
         </span>
         <span class="tree-shape mono">{row.leaf ? `[${state.kindOf(own).shape.join(", ")}]` : `${grouped(sums.tensors(row))} tensors`}</span>
         <span class="tree-dtype">{row.leaf ? state.kindOf(own).dtype : dtypesOf(state, sums, row)}</span>
         <span class="tree-size" title={`${(share * 100).toPrecision(3)} % of what is above; ${grouped(sums.numel(row))} elements`}>
-          <span class="tree-bar" style={{ width: `${Math.min(1, share) * 100}%` }} />
-          <span class="tree-bytes">{bytes(size)}</span>
+          <span class="tree-track">
+            <span class="tree-bar" style={{ width: `${Math.min(1, share) * 100}%` }} />
+          </span>
+          <span class="tree-bytes">{size === 0 && row.leaf && state.bytes(own) ? "" : bytes(size)}</span>
         </span>
         {norms && (
           <span class="tree-norm">
@@ -296,7 +300,7 @@ function NormButton({ state, params, norms, onNorms }: NormProps) {
   useEffect(() => () => controller.current?.abort(), []);
   const total = useMemo(() => {
     let sum = 0;
-    for (let n = 0; n < state.names.count; n += 1) sum += state.bytes(n);
+    for (let n = 0; n < state.names.count; n += 1) if (!state.twice.has(n)) sum += state.bytes(n);
     return sum;
   }, [state]);
   if (norms && norms.known >= state.names.count) return null;

@@ -60,7 +60,9 @@ function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props)
       <h2 class="mono">
         {shownName(name)} <CopyButton text={name} label="copy the name" />
       </h2>
-      <TensorLink name={name} />
+      <p class="card-open">
+        <TensorLink name={name} />
+      </p>
       {places.length > 1 && places.length <= CHOICES && (
         <label class="quiet">
           one of {grouped(places.length)} alike{" "}
@@ -150,7 +152,7 @@ function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props)
         </>
       )}
       {found && <Python code={found.python} />}
-      {facts.error && api.live && <p class="quiet">{facts.error.message}</p>}
+      {facts.error && <p class="quiet">{facts.error.message}</p>}
     </>
   );
 }
@@ -161,7 +163,6 @@ function TensorLink({ name }: { name: string }) {
   const shared = Object.fromEntries(["state", "step", "side"].flatMap((key) => (route.params[key] ? [[key, route.params[key]!]] : [])));
   return (
     <a
-      class="card-open"
       href={linkTo("tensor", { ...shared, name })}
       onClick={(event) => {
         if (event.ctrlKey || event.metaKey || event.shiftKey) return;

@@ -25,7 +25,7 @@ export interface Row {
   parent: number;
 }
 
-const SHOWN = 60; // rows up to which levels are open at first
+const SHOWN = 40; // rows up to which levels are open at first
 
 /** What sorts siblings: larger values first; null keeps the natural order. */
 export type Weight = ((node: Node, leaf: boolean, copies: readonly number[]) => number) | null;
@@ -90,16 +90,26 @@ function rowsOf(entry: Entry, depth: number, outer: readonly number[], series: n
 export function openAtFirst(tree: Tree, most = SHOWN): Set<string> {
   const open = new Set<string>();
   const none = new Set<string>();
+  const keep = new Set<string>(); // what would take too much room
   for (;;) {
     const rows = visibleRows(tree, open, none);
-    const closed = rows.filter((row) => !row.leaf && !row.open);
+    const closed = rows.filter((row) => !row.leaf && !row.open && !row.differs && !keep.has(row.key));
     if (!closed.length) return open;
-    const below = closed.reduce((n, row) => n + Math.min(most, row.node.high - row.node.low), 0);
-    const next = new Set([...open, ...closed.map(({ key }) => key)]);
-    const cheap = below <= 4 * most || closed.length === 1;
-    if (!cheap || visibleRows(tree, next, none).length > most) return open;
-    next.forEach((key) => open.add(key));
+    let room = most - rows.length;
+    for (const row of closed) {
+      const more = visibleBelow(tree, row);
+      if (more > room) keep.add(row.key);
+      else {
+        open.add(row.key);
+        room -= more;
+      }
+    }
   }
+}
+
+/** The rows that opening a row adds. */
+function visibleBelow(tree: Tree, row: Row): number {
+  return entries(tree, row.node, row.key, new Set()).reduce((n, { nodes: [first] }) => n + (first!.leaf >= 0 && first!.low < first!.high ? 2 : 1), 0);
 }
 
 /** The keys of the groups on the way to a name, so that its row is visible when they are open. */

@@ -121,7 +121,7 @@ export function DataTable<T>(props: Props<T>) {
         aria-colcount={columns.length}
         tabIndex={0}
         class="table-box"
-        style={{ height: `${Math.min(height, (rows.length + 1) * ROW + 16)}px` }}
+        style={{ height: `${Math.min(height, (rows.length + 1) * ROW + 3)}px` }}
         count={sorted.length}
         rowHeight={ROW}
         row={draw}
