@@ -137,7 +137,7 @@ function Damage({ found, files }: { found: Ranks; files: File[] }) {
         {files.slice(0, 50).map((file) => (
           <li key={file.path}>
             <span class="mono">{shownName(file.path)}</span>
-            {file.missing && <span class="error"> {shownName(file.missing)}</span>}
+            {file.missing && !file.problems.length && <span class="error"> {shownName(file.missing)}</span>}
             {file.problems.map((problem, n) => (
               <span key={n}>
                 {" "}

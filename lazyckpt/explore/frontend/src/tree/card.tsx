@@ -112,9 +112,9 @@ function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props)
         ))}
       {series && (
         <LineChart
-          series={[{ name: shownName(row.label), x: Array.from(series, (_, at) => at), y: series }]}
+          series={[{ name: shownName(row.label), x: row.labels, y: series }]}
           label={`norm of ${shownName(row.label)} by layer`}
-          xLabel={row.series === places.length ? "place among those alike" : "layer"}
+          xLabel="layer"
           yLabel="L2 norm"
           width={360}
           height={170}
@@ -230,9 +230,9 @@ function GroupCard({ state, tree, row, sums, normSums, params }: Props) {
       )}
       {series && (
         <LineChart
-          series={[{ name: shownName(row.label), x: Array.from(series, (_, at) => at), y: series }]}
+          series={[{ name: shownName(row.label), x: row.labels, y: series }]}
           label="norm by layer"
-          xLabel="place among those alike"
+          xLabel="layer"
           yLabel="L2 norm"
           width={360}
           height={170}

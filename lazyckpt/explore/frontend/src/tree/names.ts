@@ -5,6 +5,7 @@ export class Names {
   /** The start of each name in `text`; the last one is the length of the text. */
   readonly offsets: Uint32Array;
   private folded: string | null = null;
+  private hashed: Hashes | null = null;
 
   /**
    * @param odd the names that a line of text cannot hold (with line feeds, or no valid Unicode), by their number;
@@ -78,6 +79,10 @@ export class Names {
     return found;
   }
 
+  get hashes(): Hashes {
+    return (this.hashed ??= new Hashes(this));
+  }
+
   private get lowered(): string {
     if (this.folded === null) {
       const lower = this.text.toLowerCase(); // its letters have to stay in their places
@@ -102,6 +107,46 @@ export class Names {
       at = text.indexOf(word, this.offsets[n + 1]!);
     }
     return found.slice(0, length);
+  }
+}
+
+const BASES = [31, 1000003] as const;
+
+/** Two hashes of every name, and of its part after a prefix, without looking at its letters again. */
+export class Hashes {
+  private readonly whole: Int32Array[];
+  private readonly powers: Int32Array[];
+
+  constructor(private readonly names: Names) {
+    const { text, offsets, count } = names;
+    let longest = 0;
+    for (let n = 0; n < count; n += 1) longest = Math.max(longest, offsets[n + 1]! - offsets[n]!);
+    this.whole = BASES.map(() => new Int32Array(count));
+    const [a, b] = this.whole as [Int32Array, Int32Array];
+    for (let n = 0; n < count; n += 1) {
+      let x = 0, y = 0;
+      for (let at = offsets[n]!, end = offsets[n + 1]! - 1; at < end; at += 1) {
+        const c = text.charCodeAt(at);
+        x = (Math.imul(x, BASES[0]) + c) | 0;
+        y = (Math.imul(y, BASES[1]) + c) | 0;
+      }
+      a[n] = x;
+      b[n] = y;
+    }
+    this.powers = BASES.map((base) => {
+      const found = new Int32Array(longest + 1).fill(1);
+      for (let n = 1; n <= longest; n += 1) found[n] = Math.imul(found[n - 1]!, base);
+      return found;
+    });
+  }
+
+  /** A function that gives a hash (0 or 1) of a name after its first `length` letters, which it shares with `name`. */
+  after(which: 0 | 1, name: number, length: number): (n: number) => number {
+    const { text, offsets } = this.names;
+    const whole = this.whole[which]!, powers = this.powers[which]!;
+    let prefix = 0;
+    for (let at = 0; at < length; at += 1) prefix = (Math.imul(prefix, BASES[which]) + text.charCodeAt(offsets[name]! + at)) | 0;
+    return (n) => (whole[n]! - Math.imul(prefix, powers[offsets[n + 1]! - offsets[n]! - 1 - length]!)) | 0;
   }
 }
 

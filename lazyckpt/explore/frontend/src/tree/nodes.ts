@@ -4,6 +4,7 @@ import type { Names } from "./names";
 
 const LEVELS = 100; // deeper levels share one label
 const ALIKE = 4; // the fewest siblings that are folded into one row
+const COMPARED = 50_000; // the most names that are compared letter by letter, which takes time at every key
 const SORTED = 50_000; // the most siblings that are put into natural order
 
 /** A node: names from `low` to `high` (places in the tree's order) lie below it, and `leaf` is its own, or -1. */
@@ -148,7 +149,10 @@ export class Tree {
     return children.flatMap((one) => first.get(one) ?? (inside.has(one) ? [] : [alone(one)]));
   }
 
-  /** The nodes in classes of those with the same names, shapes and dtypes below them. */
+  /**
+   * The nodes in classes of those with the same names, shapes and dtypes below them. Two hashes tell them apart; where
+   * there are not very many names, the names themselves are compared, too.
+   */
   private classes(nodes: Node[]): Node[][] {
     const found = new Map<string, Node[][]>();
     for (const node of nodes) {
@@ -163,14 +167,16 @@ export class Tree {
 
   private hash(node: Node): string {
     if (node.low === node.high) return `leaf ${this.kinds[this.at(node.leaf)]}`;
-    const { offsets } = this.names;
-    let mix = 0;
+    const { hashes } = this.names;
+    const first = hashes.after(0, this.at(node.low), node.length);
+    const second = hashes.after(1, this.at(node.low), node.length);
+    let a = 0, b = 0;
     for (let place = node.low; place < node.high; place += 1) {
-      const n = this.at(place);
-      mix = (Math.imul(mix, 31) + offsets[n + 1]! - offsets[n]! - node.length) | 0;
-      mix = (Math.imul(mix, 31) + this.kinds[n]!) | 0;
+      const n = this.at(place), kind = this.kinds[n]!;
+      a = (Math.imul(a, 31) + first(n) + kind) | 0;
+      b = (Math.imul(b, 1000003) + second(n) + kind) | 0;
     }
-    return `${node.high - node.low} ${mix}`;
+    return `${node.high - node.low} ${a} ${b}`;
   }
 
   private alike(a: Node, b: Node): boolean {
@@ -178,7 +184,8 @@ export class Tree {
     if (a.low === a.high) return this.kinds[this.at(a.leaf)] === this.kinds[this.at(b.leaf)];
     if (a.high - a.low !== b.high - b.low) return false;
     const { text, offsets } = this.names;
-    for (let k = 0; k < a.high - a.low; k += 1) {
+    const step = this.count <= COMPARED ? 1 : a.high - a.low; // of very many names only the first
+    for (let k = 0; k < a.high - a.low; k += step) {
       const m = this.at(a.low + k), n = this.at(b.low + k);
       if (this.kinds[m] !== this.kinds[n]) return false;
       let i = offsets[m]! + a.length, j = offsets[n]! + b.length;

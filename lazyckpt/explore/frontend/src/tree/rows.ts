@@ -18,6 +18,8 @@ export interface Row {
   copies: readonly number[];
   /** The number of outermost folded siblings, such as layers; `copies` has those of the first one first. */
   series: number;
+  /** The numbers of the outermost folded siblings. */
+  labels: readonly number[];
   open: boolean;
   /** Place among its siblings, from 1 on, and their number. */
   place: number;
@@ -33,9 +35,9 @@ export type Weight = ((node: Node, leaf: boolean, copies: readonly number[]) => 
 /** The rows below the open nodes, in order. `unfolded` are the keys of folded siblings that are listed one by one. */
 export function visibleRows(tree: Tree, open: ReadonlySet<string>, unfolded: ReadonlySet<string>, weight: Weight = null): Row[] {
   const rows: Row[] = [];
-  const visit = (node: Node, path: string, depth: number, copies: readonly number[], series: number, parent: number) => {
+  const visit = (node: Node, path: string, depth: number, copies: readonly number[], labels: readonly number[], parent: number) => {
     const found = entries(tree, node, path, unfolded);
-    const made = found.flatMap((entry) => rowsOf(entry, depth, copies, series, parent));
+    const made = found.flatMap((entry) => rowsOf(entry, depth, copies, labels, parent));
     if (weight) {
       const keys = new Map(made.map((row) => [row, weight(row.node, row.leaf, row.copies)]));
       made.sort((a, b) => order(keys.get(b)!, keys.get(a)!));
@@ -45,10 +47,10 @@ export function visibleRows(tree: Tree, open: ReadonlySet<string>, unfolded: Rea
       row.siblings = made.length;
       row.open = !row.leaf && open.has(row.key);
       const at = rows.push(row) - 1;
-      if (row.open) visit(row.node, row.key, depth + 1, row.copies, row.series, at);
+      if (row.open) visit(row.node, row.key, depth + 1, row.copies, row.labels, at);
     });
   };
-  visit(tree.root, "", 0, [0], 1, -1);
+  visit(tree.root, "", 0, [0], [0], -1);
   return rows;
 }
 
@@ -73,16 +75,25 @@ function entries(tree: Tree, node: Node, path: string, unfolded: ReadonlySet<str
   });
 }
 
-function rowsOf(entry: Entry, depth: number, outer: readonly number[], series: number, parent: number): Row[] {
+function rowsOf(entry: Entry, depth: number, outer: readonly number[], labels: readonly number[], parent: number): Row[] {
   const [first] = entry.nodes as [Node, ...Node[]];
   const base = { key: entry.key, label: entry.label, numbers: entry.numbers, differs: entry.differs, depth, node: first, open: false, place: 1, siblings: 1, parent };
   const starts = (one: Node) => (one.low < one.high ? one.low : one.leaf);
   const shifts = entry.nodes.map((one) => starts(one) - starts(first));
-  const copies = outer.length === 1 ? shifts : outer.flatMap((a) => shifts.map((b) => a + b));
-  const more = { copies, series: outer.length === 1 ? shifts.length : series };
+  const copies = shifts.length === 1 ? outer : outer.length === 1 ? shifts : added(outer, shifts);
+  const outermost = outer.length === 1 && shifts.length > 1;
+  const numbers = outermost ? entry.nodes.map(({ label }) => Number(label)) : labels;
+  const more = { copies, labels: numbers, series: numbers.length };
   const found: Row[] = [];
   if (first.leaf >= 0) found.push({ ...base, ...more, leaf: true });
   if (first.low < first.high) found.push({ ...base, ...more, key: first.leaf >= 0 ? `${entry.key}.` : entry.key, leaf: false });
+  return found;
+}
+
+function added(outer: readonly number[], inner: readonly number[]): number[] {
+  const found = new Array<number>(outer.length * inner.length);
+  let at = 0;
+  for (const a of outer) for (const b of inner) found[at++] = a + b;
   return found;
 }
 
