@@ -47,6 +47,11 @@ function TreeOf({ state }: { state: State }) {
   const weight = useMemo<Weight>(() => weightOf(sort, sums, state, tree, normSums), [sort, sums, normSums]);
   const rows = useMemo(() => visibleRows(tree, open, unfolded, weight), [tree, open, unfolded, weight]);
 
+  useEffect(() => {
+    const timer = setTimeout(() => state.names.warm(), 300);
+    return () => clearTimeout(timer);
+  }, [state]);
+
   // a link to a tensor opens what is above it
   const number = name === undefined ? -1 : state.names.find(name);
   useEffect(() => {

@@ -79,6 +79,11 @@ export class Names {
     return found;
   }
 
+  /** Prepares what the first search needs. */
+  warm(): void {
+    void this.lowered;
+  }
+
   get hashes(): Hashes {
     return (this.hashed ??= new Hashes(this));
   }
