@@ -196,7 +196,14 @@ def test_memory_of_one_rank_is_plain_arithmetic(tmp_path: Path) -> None:
 
 def test_memory_is_that_of_real_shards(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     view = saved(tmp_path / "model.pt", tensors)
-    for degrees in ({"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 4}, {"ep": 2}, {"tp": 2, "pp": 2, "ep": 2}):
+    meshes: tuple[dict[str, Any], ...] = (
+        {"tp": 2},
+        {"pp": 2},
+        {"tp": 2, "pp": 4},
+        {"ep": 2},
+        {"tp": 2, "pp": 2, "ep": 2},
+    )
+    for degrees in meshes:
         found = memory_per_rank(view, **degrees, optimizer="none")
         for stage in found.stages:
             rank = {"pp": stage.stage}
@@ -260,7 +267,7 @@ def test_a_lost_rank_is_told_by_tensor(demo: Path) -> None:
     found = ranks_of([view.states["fp32"]])
     lost = sum(count for (state, _), count in found.lost.items() if state == "fp32")
     readable = 0
-    for _, t in view.states["fp32"].items():
+    for t in view.states["fp32"].values():
         try:
             t[...]
         except lazyckpt.MissingFileError:
