@@ -40,7 +40,7 @@ class Shared(NamedTuple):
     size: int
     tag: str
     type: str
-    read: Callable[[int, int], bytes | bytearray]
+    read: Callable[[int, int], bytes | memoryview]
 
 
 class Folder:
@@ -183,14 +183,14 @@ class _Stream:
     def __init__(self, file: Shared, begin: int, end: int, others: Collection[Any]) -> None:
         self._file, self._at, self._end = file, begin, end
         self._others = others
-        self._block: bytes | bytearray = b""
+        self._block: bytes | memoryview = b""
 
     async def begin(self) -> None:
         """Read the first block."""
         self._block = await self._read()
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:
-        ahead: asyncio.Task[bytes | bytearray] | None = None
+        ahead: asyncio.Task[bytes | memoryview] | None = None
         try:
             while self._at < self._end:
                 ahead = asyncio.create_task(self._read())
@@ -201,7 +201,7 @@ class _Stream:
             if ahead is not None:
                 ahead.cancel()
 
-    async def _read(self) -> bytes | bytearray:
+    async def _read(self) -> bytes | memoryview:
         most = next(size for streams, size in _BLOCKS if len(self._others) <= streams)
         begin, self._at = self._at, min(self._at + most, self._end)
         return await asyncio.to_thread(self._file.read, begin, self._at)

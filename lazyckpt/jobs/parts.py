@@ -13,18 +13,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.dtypes import dtype_of
 from ..core.merkle import Form, Leaves
 from ..errors import DataError
 from ..io.storage.access import read_pieces
 from ..io.storage.uploads import part_size
+from ..io.tensors import as_bytes
 from ..lazy import LazyArray, shape_of
 from .passing import Passing, parts_of
 from .pieces import contents, read_piece
 from .places import PIECE, combined, crc32
 from .plan import Layout, Placed
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 
 class Piece(NamedTuple):
@@ -260,12 +266,14 @@ class Content:
     Raises
     ------
     DataError
-        The file has checksums of tensors, whose bytes would all have to be read, or tensors that are in memory.
+        The file has checksums of tensors, whose bytes would all have to be read, gaps, or tensors that are in memory.
     """
 
     def __init__(self, layout: Layout) -> None:
-        if layout.checksums or not all(isinstance(p.tensor, LazyArray) for p in layout.placed):
-            raise DataError("ranges of a file are read only in formats without checksums, from lazy tensors")
+        covered = sum(len(text) for _, text in layout.texts) + sum(p.tensor.nbytes for p in layout.placed)
+        lazy = all(isinstance(p.tensor, LazyArray) for p in layout.placed)
+        if layout.checksums or covered != layout.size or not lazy:
+            raise DataError("ranges of a file are read only in formats without checksums and gaps, from lazy tensors")
         self.size = layout.size
         self._texts = layout.texts
         self._text_ends = [offset + len(text) for offset, text in layout.texts]
@@ -273,10 +281,10 @@ class Content:
         self._cuts = [_Cut(offset, n, layout.placed[n], None) for offset, n in cuts]
         self._cut_ends = [cut.end for cut in self._cuts]
 
-    def read(self, begin: int, end: int) -> bytearray:
+    def read(self, begin: int, end: int) -> memoryview:
         """Return the bytes from ``begin`` to ``end`` of the file. Raises what reading raises."""
-        data = bytearray(end - begin)
-        with memoryview(data) as view:
+        view = as_bytes(torch.empty(end - begin, dtype=torch.uint8, device="cpu"))  # not filled with zeros first
+        if view:
             for offset, text in self._texts[bisect_right(self._text_ends, begin) :]:
                 if offset >= end:
                     break
@@ -286,9 +294,8 @@ class Content:
                 if cut.offset >= end:
                     break
                 piece = cut.piece(begin, end)
-                with view[piece.at : piece.at + piece.nbytes] as target:
-                    _read(piece, target)
-        return data
+                _read(piece, view[piece.at : piece.at + piece.nbytes])
+        return view
 
 
 def _read(piece: Piece, target: memoryview) -> None:
