@@ -99,7 +99,7 @@ def test_the_tree_has_every_name_with_its_shape_and_dtype(explorer: Explorer, te
 
 
 def test_odd_names_come_as_they_are(tmp_path: Path) -> None:
-    odd = ["two\nlines.weight", "lone \udc80 surrogate", "<b>\x1b[31m", "ü‮", "x" * 10_000]
+    odd = ["two\nlines.weight", "lone \udc80 surrogate", "<b>\x1b[31m", "ü\u202e", "x" * 10_000]
     explorer = Explorer(Subject(saved(tmp_path / "odd.pt", {name: torch.ones(2) for name in odd})))
     header, arrays = packed(explorer, "tree")
     lines = arrays["text"].tobytes().decode().removesuffix("\n").split("\n")

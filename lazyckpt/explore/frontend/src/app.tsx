@@ -190,7 +190,7 @@ function Problems({ sides, onClose }: { sides: Side[]; onClose(): void }) {
             {side.problems.map((problem, m) => (
               <li key={m}>
                 <strong class={problem.severity}>{problem.severity}</strong>
-                {shownName(problem.text)} <code class="quiet">{problem.code}</code>
+                {shownName(problem.text, 2000)} <code class="quiet">{problem.code}</code>
                 {problem.advice && <span class="advice">{problem.advice}</span>}
               </li>
             ))}
@@ -218,7 +218,7 @@ function Help({ context, side, onClose }: { context: Context; side: Side; onClos
       <p>The address of the page is a link to what is on screen. Every picture and table can be saved.</p>
       <h3>This checkpoint</h3>
       <dl class="keys">
-        {side.facts.map(([what, value]) => [<dt key={what}>{what}</dt>, <dd key={`=${what}`}>{shownName(value)}</dd>])}
+        {side.facts.map(([what, value]) => [<dt key={what}>{what}</dt>, <dd key={`=${what}`}>{shownName(value, 1000)}</dd>])}
       </dl>
       {!context.api.live && <p class="quiet">This is a report: it holds a part of the values. `lazyckpt serve` shows them all.</p>}
     </Dialog>

@@ -141,7 +141,7 @@ function Damage({ found, files }: { found: Ranks; files: File[] }) {
             {file.problems.map((problem, n) => (
               <span key={n}>
                 {" "}
-                <strong class={problem.severity}>{problem.code}</strong> {shownName(problem.text)}
+                <strong class={problem.severity}>{problem.code}</strong> {shownName(problem.text, 1000)}
                 {problem.advice && <span class="advice">{problem.advice}</span>}
               </span>
             ))}

@@ -33,7 +33,7 @@ interface Props {
 }
 
 const HEAD = 18;
-const LETTER = 6.2; // width of a letter of the labels, in pixels
+const LETTER = 7; // width of a letter of the labels, in pixels
 
 export function Treemap({ branches, label, width = 960, height = 380, onLeaf, active }: Props) {
   const [tip, setTip] = useState<{ text: string; left: number; top: number } | null>(null);
