@@ -2,7 +2,7 @@
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { shortNumber, ticks } from "./axis";
-import { categoryColour, css, isBright } from "./colours";
+import { categoryColour, css, isBright } from "./maps";
 import type { Scale } from "./colourscale";
 import { partText, rootTile, tilesFor, whole, within, zoomed, type Part, type Size, type Tile } from "./pyramid";
 import { grouped } from "./text";
