@@ -2,7 +2,7 @@
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { shortNumber, ticks } from "./axis";
-import { categoryColour, css, isBright } from "./maps";
+import { categoryColour, isBright } from "./colours";
 import type { Scale } from "./colourscale";
 import { partText, rootTile, tilesFor, whole, within, zoomed, type Part, type Size, type Tile } from "./pyramid";
 import { grouped } from "./text";
@@ -82,7 +82,7 @@ export function cellValue(values: Values, how: How, n: number): number {
 }
 
 export function HeatMap(props: Props) {
-  const { size, root, most, how, scale, table, height = 520, outlines, marks, rowNorms, colNorms } = props;
+  const { size, root, most, how, scale, table, height = 520, rowNorms, colNorms } = props;
   const canvas = useRef<HTMLCanvasElement>(null);
   const box = useRef<HTMLDivElement>(null);
   const [width, setWidth] = useState(900);
@@ -470,7 +470,7 @@ function paint(
     const [x0, x1, y0, y1] = [px(tile.c0), px(tile.c1), py(tile.r0), py(tile.r1)];
     context.drawImage(image(kept, props, version, rgb ?? [220, 40, 40]), x0, y0, x1 - x0, y1 - y0);
   }
-  for (const kept of order) oddMarks(context, kept, props, px, py, sx, sy, bad);
+  for (const kept of order) oddMarks(context, kept, px, py, sx, sy, bad);
   if (sx >= 14 && sy >= 14) {
     context.strokeStyle = paper;
     context.globalAlpha = 0.35;
@@ -577,7 +577,6 @@ function paint(
 function oddMarks(
   context: CanvasRenderingContext2D,
   { tile, values }: Kept,
-  props: Props,
   px: (c: number) => number,
   py: (r: number) => number,
   sx: number,
