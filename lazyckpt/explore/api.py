@@ -33,6 +33,8 @@ _MODULES = (
     "endpoints.tree",
     "endpoints.architecture",
     "endpoints.ranks",
+    "endpoints.tensor",
+    "endpoints.values",
 )  # modules with a dictionary ENDPOINTS: path -> function
 _KEPT = 64 << 20  # bytes of answers that an explorer keeps
 _STATUS = (
