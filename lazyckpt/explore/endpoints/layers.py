@@ -1,4 +1,4 @@
-"""``layers`` and ``updates``: quantities of a state and of the optimizer's last step, by kind of parameter and layer."""
+"""``layers`` and ``updates``: quantities of a state and of the optimizer's last step, by kind and layer."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def layers(subject: Subject, query: Query) -> dict[str, Any]:
         ``quantities``: name -> what it is called. ``kinds``, ``labels`` (short names of the kinds) and ``layers``.
         ``values``: name -> a list of rows, one for each kind, with a value (or "NaN") for each layer. ``alone``: name
         -> kind that is in no layer -> its value. ``marks``: a list of kind, layer (or null) and "?" (cannot be read) or
-        "!" (NaN or infinities). ``zeros``: the tensors that have zeros: name, number of elements, number of zeros; those
-        with the largest share first, at most 2,000.
+        "!" (NaN or infinities). ``zeros``: the tensors that have zeros: name, number of elements, number of zeros;
+        those with the largest share first, at most 2,000.
     """
     view = subject.part(query)
     tensors = {view.full_name(name): t for name, t in view.once()[0].items()}
@@ -77,20 +77,14 @@ def updates(subject: Subject, query: Query) -> dict[str, Any]:
     table = list(measured(list(_measured(found.store, found.steps)), progress=False, check=query.check))
     grids = {name: arranged(name, _cells(table, name)) for name in ("ratio", "rms")}
     named = {"ratio": "norm of the update / norm of the weight", "rms": "root mean square of the update"}
-    rows = [
-        [
-            one.name,
-            one.optimizer,
-            one.lr,
-            one.ratio,
-            one.rms,
-            one.bound,
-            None if one.error is None else printable(one.error),
-        ]
-        for one in table
-    ]
+    rows = [_row(one) for one in table]
     problems = [printable(str(one)) for one in found.index.problems if "update" in one.code]
     return _grids(grids) | {"quantities": named, "rows": rows[:_ROWS], "rows_in_all": len(rows), "problems": problems}
+
+
+def _row(one: UpdateSize) -> list[Any]:
+    error = None if one.error is None else printable(one.error)
+    return [one.name, one.optimizer, one.lr, one.ratio, one.rms, one.bound, error]
 
 
 def _measured(store: Any, steps: Any) -> Iterator[Measured]:
