@@ -93,14 +93,14 @@ function State({ state, quantity }: { state: string; quantity: string }) {
           : "No tensor is all zero."}{" "}
         {value.zeros_in_all > value.zeros.length && `The ${grouped(value.zeros.length)} with the largest shares of ${grouped(value.zeros_in_all)}.`}
       </p>
-      <DataTable
+      {value.zeros.length > 0 && <DataTable
         columns={ZEROS}
         rows={value.zeros}
         caption={`zeros in ${state}`}
         rowKey={([name]) => name}
         height={280}
         onRow={([name]) => go({ name, state: own }, "tensor")}
-      />
+      />}
     </>
   );
 }
