@@ -46,7 +46,8 @@ def view_overview(view: Any) -> Figure:
             name = QUANTITIES["norm"]
             layer_map(found, figure.add_subplot(grid[1, :]), f"{name} by layer and kind", [f"state {view.state}"])
         else:
-            text = f"norms are not drawn, as that reads {human_bytes(view.nbytes)} of {plural(len(view), 'tensor')}: view.plot.norms()"
+            size = f"{human_bytes(view.nbytes)} of {plural(len(view), 'tensor')}"
+            text = f"norms are not drawn, as that reads {size}: view.plot.norms()"
             figure.text(0.01, 0.005, text, color=theme.soft, fontsize=8)
     return figure
 
