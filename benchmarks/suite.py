@@ -37,6 +37,7 @@ NAMES = (
     "processes",
     "accelerator",
     "remote",
+    "explore",
 )
 _SECONDS = (3.0, 0.2)  # a case's pairs are measured for so long: in a full run, in a quick one
 _LEAST = (5, 3)  # and at least so many

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
 
-from .errors import DataError, FormatError, MissingFileError
+import torch
+
+from .errors import FormatError, MissingFileError
 from .explore.api import Explorer
+from .explore.query import Query
 from .explore.server import Server
+from .explore.sharing import Folder, Zarr, routes
 from .explore.subject import Subject
 from .runs.view import RunView
 from .view import CheckpointView
 
+T = TypeVar("T")
 Source = CheckpointView | str | os.PathLike[str]
 
 
@@ -74,6 +81,10 @@ def serve(
     port: int = 0,
     token: str | None = None,
     hosts: Iterable[str] = (),
+    rename: str | None = None,
+    dtype: torch.dtype | None = None,
+    dequantize: bool = False,
+    max_shard_size: int | str = "5GB",
     **options: Any,
 ) -> Server:
     """Show a checkpoint, a run, or two checkpoints side by side as a local web page. Returns at once.
@@ -81,6 +92,9 @@ def serve(
     The server is read-only. It listens on this machine's loopback address unless told otherwise, and answers those who
     know the token that `Server.url` has in it. It runs in a thread until `Server.close`, or until the process ends;
     `Server.wait` waits for it.
+
+    It also offers the checkpoint as if it had been converted, computed on demand and by ranges: as a folder of
+    safetensors at `Server.address` + "hf/", and as a Zarr store at "zarr/".
 
     Parameters
     ----------
@@ -96,6 +110,14 @@ def serve(
         What one has to know to be answered. By default a random one.
     hosts
         More names under which the server is reached: those of a proxy or a tunnel; "*" for any.
+    rename
+        Names for the folder and the store: "hf" or "megatron" (`CheckpointView.rename`).
+    dtype
+        Dtype of the floating-point weights in the folder and the store.
+    dequantize
+        Offer the weights that the codes and scales of a quantized model mean, as ``dtype`` (default: bfloat16).
+    max_shard_size
+        Largest size of a file of the folder: bytes, or text such as "5GB".
     **options
         Options of `lazyckpt.open`: tag, format, rules, storage_options, ...
 
@@ -115,37 +137,84 @@ def serve(
     >>> server.url  # doctest: +SKIP
     'http://127.0.0.1:43521/?token=...'
     """
-    explorer = Opening(source, other, options)
-    return Server(explorer.get, host=host, port=port, token=token, hosts=hosts)
+    explorer = Later(lambda: Explorer(subject_of(source, other, options)))
+    explorer.start()
+    path = None if isinstance(source, CheckpointView) else os.fspath(source)
+
+    def views() -> tuple[CheckpointView, CheckpointView]:
+        view = explorer.get().subject.checkpoint(Query({}))
+        assert isinstance(view, CheckpointView)  # `subject_of` makes no others
+        return view, _changed(view, rename, dtype, dequantize)
+
+    def folder() -> Folder:
+        view, changed = both.get()
+        return Folder(changed, _beside(path, view, changed, dtype, dequantize), max_shard_size)
+
+    both, files, store = Later(views), Later(folder), Later(lambda: Zarr(both.get()[1]))
+    return Server(
+        explorer.get, host=host, port=port, token=token, hosts=hosts, mounts=lambda: routes(files.get, store.get)
+    )
 
 
-class Opening:
-    """An explorer that is opened in a thread, so that a page is there before its checkpoint is open.
+def _changed(view: CheckpointView, rename: str | None, dtype: torch.dtype | None, dequantize: bool) -> CheckpointView:
+    if dequantize:
+        view = view.dequantize(dtype or torch.bfloat16)
+    if rename is not None:
+        view = view.rename(rename)
+    return view if dtype is None or dequantize else view.astype(dtype)
+
+
+def _beside(
+    path: str | None, view: CheckpointView, changed: CheckpointView, dtype: torch.dtype | None, dequantize: bool
+) -> dict[str, bytes]:
+    """Return the configuration and tokenizer beside a checkpoint; else the configuration in its metadata, if any."""
+    from .recipes.parts import with_dtype  # recipes import torch.distributed, which takes 50 MB
+    from .recipes.unquantized import SideFiles
+
+    told = dtype or (torch.bfloat16 if dequantize else None)
+    found = SideFiles(path or view.root, changed, view.root, told, plain=dequantize).contents()
+    config = changed.meta.get("config")
+    if "config.json" not in found and isinstance(config, Mapping) and "model_type" in config:
+        settings = with_dtype(config, told) if told is not None else config
+        try:
+            found["config.json"] = (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
+        except (TypeError, ValueError):
+            return found  # the metadata has objects that are not plain
+    return found
+
+
+class Later(Generic[T]):
+    """Something that is made once, by the first who asks for it or in a thread. All get it, or what making it raised.
 
     Parameters
     ----------
-    source, other, options
-        As for `subject_of`.
+    make
+        Makes it.
     """
 
-    def __init__(self, source: Source, other: Source | None, options: Mapping[str, Any]) -> None:
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: T | None = None
         self._error: Exception | None = None
-        self._explorer: Explorer | None = None
 
-        def work() -> None:
-            try:
-                self._explorer = Explorer(subject_of(source, other, options))
-            except Exception as e:  # every request raises it
-                self._error = e
+    def start(self) -> None:
+        """Begin to make it, in a thread."""
+        threading.Thread(target=self._quietly, name="lazyckpt open", daemon=True).start()
 
-        self._thread = threading.Thread(target=work, name="lazyckpt open", daemon=True)
-        self._thread.start()
+    def _quietly(self) -> None:
+        with suppress(Exception):  # `get` raises it
+            self.get()
 
-    def get(self) -> Explorer:
-        """Return the explorer when it is open, or raise what opening raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        if self._explorer is None:
-            raise DataError("the checkpoint was not opened")
-        return self._explorer
+    def get(self) -> T:
+        """Return it, or raise what making it raised."""
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if self._made is None:
+                try:
+                    self._made = self._make()
+                except Exception as e:
+                    self._error = e
+                    raise
+            return self._made

@@ -121,7 +121,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("tensor",),
     ("view",),
     ("adapting", "browse", "combining", "deepspeed", "distributed", "engine", "runs"),
-    ("exploring", "recipes"),
+    ("recipes",),
+    ("exploring",),
     ("", "demo"),  # "": lazyckpt/__init__.py
     ("cli", "testing"),
     ("__main__",),

@@ -24,16 +24,16 @@ def report(
     ] = "report.html",
     max_size: Annotated[str, typer.Option("--max-size", metavar="SIZE", help="Largest size of the file.")] = "5MiB",
     max_read: Annotated[
-        str, typer.Option("--max-read", metavar="SIZE", help="Bytes of tensors that are read at most.")
+        str, typer.Option("--max-read", metavar="SIZE", help="Bytes of tensors to read at most.")
     ] = "4GiB",
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
     base: BaseOption = None,
 ) -> None:
-    """Write a checkpoint, a run or a comparison as one HTML file to look at.
+    """Write a checkpoint as one HTML file to look at.
 
-    The file holds the tree, and as many figures and values as fit. It needs no server and no network.
+    A run, or two checkpoints side by side, can be written, too. The file holds the tree, and as many figures and values as fit. It needs no server and no network.
     """
     options = {
         "tag": tag,

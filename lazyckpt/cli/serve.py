@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..core.dtypes import dtype_named
 from ..exploring import serve as serving
 from .console import write_line
 from .options import BaseOption, FormatOption, PathArg, RulesOption, TagOption, read_rules
@@ -28,15 +29,27 @@ def serve(
         typer.Option(metavar="TEXT", envvar="LAZYCKPT_TOKEN", help="Token of the address (default: random)."),
     ] = None,
     browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    rename: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Names for hf/ and zarr/: hf, megatron.", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Dtype of weights in hf/ and zarr/: bf16.", show_default=False)
+    ] = None,
+    dequantize: Annotated[
+        bool, typer.Option("--dequantize", help="Offer the unquantized model in hf/ and zarr/ (default: as bf16).")
+    ] = False,
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
     base: BaseOption = None,
 ) -> None:
-    """Show a checkpoint, a run, or two checkpoints side by side in a web browser.
+    """Show a checkpoint in a web browser.
 
-    Prints the address of the page and serves it until Ctrl-C. The server only reads, and listens on this machine alone
+    A run, or two checkpoints side by side, can be shown, too. Prints the address of the page and serves it until Ctrl-C. The server only reads, and listens on this machine alone
     unless --host says otherwise. Who does not know the token of the address sees nothing.
+
+    It also offers the checkpoint as if it had been converted, without writing anything: as a folder of safetensors
+    (hf/) and as a Zarr store (zarr/), for curl, safetensors, transformers, zarr and xarray.
     """
     rule = None if rules is None else read_rules(rules)
     with serving(
@@ -46,12 +59,17 @@ def serve(
         port=port,
         token=token,
         hosts=allow_host or (),
+        rename=rename,
+        dtype=None if dtype is None else dtype_named(dtype).torch,
+        dequantize=dequantize,
         tag=tag,
         format=format,
         rules=rule,
         base=base,
     ) as server:
         write_line(("The explorer is at ", ""), (server.url, "bold"))
+        write_line((f"As a folder of safetensors: {server.address}hf/", "dim"))
+        write_line((f"As a Zarr store: {server.address}zarr/", "dim"))
         write_line(("Ctrl-C stops it.", "dim"))
         if browser:
             webbrowser.open(server.url)

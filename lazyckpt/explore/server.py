@@ -11,6 +11,7 @@ import errno
 import gzip
 import hashlib
 import html
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -162,6 +163,19 @@ def _sent(request: Request, answer: Answer, headers: dict[str, str]) -> Response
     return Response(body, answer.status, headers, answer.type)
 
 
+class _Short(logging.Filter):
+    """Makes one line of an expected error that ends a response which has begun."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, LazyckptError | OSError):
+            record.msg, record.args, record.exc_info, record.exc_text = "%s", (error,), None, None
+        return True
+
+
+_SHORT = _Short()
+
+
 class Server:
     """A server of the explorer, which runs in a thread. It stops with `close`, or at the end of a ``with`` block.
 
@@ -179,7 +193,7 @@ class Server:
     hosts
         More names under which the server is reached: those of a proxy or a tunnel; "*" for any.
     mounts
-        Further routes of starlette.
+        Returns further routes of starlette.
 
     Raises
     ------
@@ -195,7 +209,7 @@ class Server:
         port: int = 0,
         token: str | None = None,
         hosts: Iterable[str] = (),
-        mounts: Iterable[Any] = (),
+        mounts: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         if find_spec("starlette") is None or find_spec("uvicorn") is None:
             raise DataError("the explorer's server needs starlette and uvicorn: pip install 'lazyckpt[explore]'")
@@ -205,7 +219,7 @@ class Server:
         self._host = host
         self._socket = _listening(host, port)
         self.port: int = self._socket.getsockname()[1]
-        app = Guard(application(opened, mounts), self.token, host, hosts)
+        app = Guard(application(opened, mounts()), self.token, host, hosts)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -216,6 +230,7 @@ class Server:
             timeout_keep_alive=30,
             timeout_graceful_shutdown=1,
         )
+        logging.getLogger("uvicorn.error").addFilter(_SHORT)  # adds it once
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name="lazyckpt serve", daemon=True)
         self._thread.start()
@@ -226,9 +241,19 @@ class Server:
     @property
     def url(self) -> str:
         """The address of the page, with the token."""
+        return self._base + (f"?token={self.token}" if self.token else "")
+
+    @property
+    def address(self) -> str:
+        """The address with the token as a part of the path, for programs that can be given only a URL: what the server
+        offers is below it ("api/v1/about", "hf/config.json", "zarr/zarr.json")."""
+        return self._base + (f"t/{self.token}/" if self.token else "")
+
+    @property
+    def _base(self) -> str:
         host = "127.0.0.1" if self._host in ("0.0.0.0", "") else self._host
         host = "[::1]" if host in ("::", "::1") else host
-        return f"http://{host}:{self.port}/" + (f"?token={self.token}" if self.token else "")
+        return f"http://{host}:{self.port}/"
 
     def __repr__(self) -> str:
         return f"<lazyckpt server at {self.url}>"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from ..core.names import Names
 from ..core.units import size_in_bytes
@@ -121,24 +121,11 @@ def plan_of_files(
         raise DataError(f"floating-point tensors are not converted to {dtype}: name a floating-point dtype")
     tensors = {name: _converted(t, dtype) for name, t in tensors.items()}
     one = place.suffix in form.endings
-    if one:
-        shards, keys = [tensors], [place.name]
-    else:
-        if isinstance(place, Path):
-            target = followed(place)
-            place = place if place.exists() else target
-        shards = split(tensors, None if max_shard_size is None else size_in_bytes(max_shard_size))
-        keys = file_names(form.stem, form.suffix, len(shards))
-    of_shard = [{a: o for a, o in aliases.items() if o in shard} for shard in shards]
-    room = sum(form.size(shard, also) for shard, also in zip(shards, of_shard, strict=True))
-    texts: dict[str, bytes] = {}
-    if len(shards) > 1:
-        listed: dict[str, str] = {}
-        for key, shard, also in zip(keys, shards, of_shard, strict=True):
-            listed |= dict.fromkeys([*shard, *(also if form.lists_aliases else ())], key)
-        total = sum(t.nbytes for t in tensors.values())
-        texts[f"{form.stem}{form.suffix}.index.json"] = index_text(listed, total).encode()
-    where = [(t, (key, n, str(t.dtype))) for key, shard in zip(keys, shards, strict=True) for n, t in shard.items()]
+    if not one and isinstance(place, Path):
+        target = followed(place)
+        place = place if place.exists() else target
+    cut = cut_files(form, tensors, aliases, max_shard_size, place.name if one else None)
+    keys, texts = [file.key for file in cut.files], cut.texts
     lazy = list(tensors.values())
     of_family = partial(is_of_family, stem=form.stem, suffix=form.suffix)
     destination: Files | Remote
@@ -163,12 +150,54 @@ def plan_of_files(
     return WritePlan(
         destination=destination,
         tensors=lazy,
-        fingerprint=fingerprint(where, [form.stem.encode(), repr(dict(aliases)).encode(), *texts.values()]),
-        files=[_file(form, *begun) for begun in zip(keys, shards, of_shard, strict=True)],
+        fingerprint=cut.fingerprint,
+        files=cut.files,
         texts=texts,
-        room=room + sum(map(len, texts.values())),
+        room=cut.room,
         paths=paths,
     )
+
+
+class Cut(NamedTuple):
+    """The files of tensors, without a place for them.
+
+    ``texts`` has the content of the index, if there are several files. ``fingerprint`` identifies what they hold, and
+    ``room`` is their approximate size in bytes."""
+
+    files: list[File]
+    texts: Mapping[str, bytes]
+    fingerprint: str
+    room: int
+
+
+def cut_files(
+    form: FileFormat,
+    tensors: Mapping[str, LazyArray],
+    aliases: Aliases,
+    max_shard_size: int | str | None,
+    one: str | None = None,
+) -> Cut:
+    """Cut tensors into files: one of the name ``one``, or shards and their index. Reads no tensor data.
+
+    Raises DataError for tensors that the format cannot represent."""
+    if one is not None:
+        shards, keys = [dict(tensors)], [one]
+    else:
+        shards = split(tensors, None if max_shard_size is None else size_in_bytes(max_shard_size))
+        keys = file_names(form.stem, form.suffix, len(shards))
+    of_shard = [{a: o for a, o in aliases.items() if o in shard} for shard in shards]
+    room = sum(form.size(shard, also) for shard, also in zip(shards, of_shard, strict=True))
+    texts: dict[str, bytes] = {}
+    if len(shards) > 1:
+        listed: dict[str, str] = {}
+        for key, shard, also in zip(keys, shards, of_shard, strict=True):
+            listed |= dict.fromkeys([*shard, *(also if form.lists_aliases else ())], key)
+        total = sum(t.nbytes for t in tensors.values())
+        texts[f"{form.stem}{form.suffix}.index.json"] = index_text(listed, total).encode()
+    where = [(t, (key, n, str(t.dtype))) for key, shard in zip(keys, shards, strict=True) for n, t in shard.items()]
+    found = fingerprint(where, [form.stem.encode(), repr(dict(aliases)).encode(), *texts.values()])
+    files = [_file(form, *begun) for begun in zip(keys, shards, of_shard, strict=True)]
+    return Cut(files, texts, found, room + sum(map(len, texts.values())))
 
 
 def _file(form: FileFormat, key: str, shard: Tensors, aliases: Aliases) -> File:

@@ -15,7 +15,7 @@ from ..core.expr import leaves
 from ..core.extents import Extent, Hole
 from ..core.fragments import fragment_boxes, fragments_of
 from ..core.placement import Mesh, Rank
-from ..core.specs import Fragment
+from ..core.specs import Fragment, place_of
 from ..errors import Problem
 from ..namespace import Namespace
 
@@ -112,7 +112,11 @@ class Piece(NamedTuple):
     missing: str
 
 
-def ranks_of(views: Iterable[Namespace[Any]], check: Callable[[], None] = lambda: None) -> Ranks:
+def ranks_of(
+    views: Iterable[Namespace[Any]],
+    check: Callable[[], None] = lambda: None,
+    names: Iterable[str] | None = None,
+) -> Ranks:
     """Count what each rank and each file holds of some states of a checkpoint. Nothing is read.
 
     Parameters
@@ -121,6 +125,8 @@ def ranks_of(views: Iterable[Namespace[Any]], check: Callable[[], None] = lambda
         The states, or other parts, of one checkpoint.
     check
         Called now and then; what it raises ends the work.
+    names
+        The full names of the tensors to count; None: all.
     """
     views = tuple(views)
     files: dict[str, FileHeld] = {}
@@ -128,10 +134,9 @@ def ranks_of(views: Iterable[Namespace[Any]], check: Callable[[], None] = lambda
     lost: dict[tuple[str, str], int] = {}
     for view in views:
         specs = view.specs
-        for n, name in enumerate(view._owners()):
+        for n, name in enumerate(view._owners() if names is None else names):
             if n % _EVERY == 0:
                 check()
-            spec = specs[name]
             holders: set[Rank | None] = set()
             paths: set[str] = set()
             holes = False
@@ -148,8 +153,10 @@ def ranks_of(views: Iterable[Namespace[Any]], check: Callable[[], None] = lambda
                 holders.add(found.rank)
             for rank in holders:
                 tensors[rank] = tensors.get(rank, 0) + 1
-            if holes and spec.expr is None and (gone := sum(box.numel for box in lost_boxes(spec))):
-                lost[view.state, name] = gone
+            if holes and specs[name].expr is None:
+                gone = sum(box.numel for box in lost_boxes(specs[name]))
+                if gone:
+                    lost[view.state, name] = gone
     for view in views[:1]:
         _describe(view, files)
     return Ranks(views[0].mesh if views else Mesh(), tuple(_by_rank(files, tensors)), files, lost)
@@ -165,7 +172,14 @@ def pieces_of(view: Namespace[Any], name: str) -> Iterator[Piece]:
     name
         The full name that owns the tensor.
     """
-    for one in leaves(view.specs[name]):
+    specs = view.specs
+    place = place_of(specs, name)
+    if place is not None:  # one run of plain values, which takes no description
+        numel = prod(place.shape)
+        if numel:
+            yield Piece(name, place.path, None, numel, numel * place.dtype.itemsize, place.offset, "")
+        return
+    for one in leaves(specs[name]):
         size = one.spec.dtype.itemsize
         for fragment in one.spec.fragments:
             extent = fragment.extent

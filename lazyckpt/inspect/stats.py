@@ -118,10 +118,11 @@ def stats_of_all(
     executor: Executor | None = None,
     memory: int | str | None = None,
     progress: bool | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Table:
     """Return the statistics of all tensors, in order. See `CheckpointView.stats`. The row of a tensor that cannot be
-    read has the reason."""
-    return Table(one.row for one in _collect(tensors, bins, runner(executor, memory), progress))
+    read has the reason. ``check`` is called before each run of elements; what it raises ends the work."""
+    return Table(one.row for one in _collect(tensors, bins, runner(executor, memory), progress, check))
 
 
 @dataclass(slots=True)
@@ -196,7 +197,13 @@ class _Found:
         return row(self.name, self.tensor, self.whole, histogram)
 
 
-def _collect(tensors: Mapping[str, LazyArray], bins: Bins | None, run: Run, progress: bool | None) -> list[_Found]:
+def _collect(
+    tensors: Mapping[str, LazyArray],
+    bins: Bins | None,
+    run: Run,
+    progress: bool | None,
+    check: Callable[[], None] = lambda: None,
+) -> list[_Found]:
     """Read all tensors, and again those with a histogram over their own range."""
     number = int(bins) if isinstance(bins, int | np.integer) else None
     if number is not None and not 1 <= number <= _BINS:
@@ -205,15 +212,21 @@ def _collect(tensors: Mapping[str, LazyArray], bins: Bins | None, run: Run, prog
     found = [_Found(name, t, number, edges) for name, t in tensors.items()]
     wide = [one for one in found if not one.narrow] if number is not None else []
     with Bar(sum(one.tensor.nbytes for one in [*found, *wide]), "stats", progress) as bar:
-        _go(found, run, bar, lambda one: partial(_measure, edges=edges))
+        _go(found, run, bar, lambda one: partial(_measure, edges=edges), check)
         for one in wide:
             one.seen = 0
             one.set_range()
-        _go(wide, run, bar, lambda one: partial(_bin, edges=one.edges))
+        _go(wide, run, bar, lambda one: partial(_bin, edges=one.edges), check)
     return found
 
 
-def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Callable[[LazyArray], Any]]) -> None:
+def _go(
+    found: Sequence[_Found],
+    run: Run,
+    bar: Bar,
+    look: Callable[[_Found], Callable[[LazyArray], Any]],
+    check: Callable[[], None],
+) -> None:
     """Apply the function that ``look`` returns for a tensor to all of its runs, for all tensors."""
 
     def tasks() -> Iterator[Task]:
@@ -223,6 +236,7 @@ def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Ca
                     values(one.tensor.dtype)
                 one.tensor._check()
                 for ahead, part in one.tensor.pieces(RUN):
+                    check()
                     if one.error is not None:  # the row has an error: do not read the rest
                         break
                     yield Task(part.nbytes, PIECE + OVERHEAD, partial(_tried, look(one), n, ahead, part), part)

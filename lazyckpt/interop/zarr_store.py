@@ -15,7 +15,8 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from functools import cached_property, partial
 from itertools import product
 from math import prod
 from typing import Any, ClassVar, NoReturn
@@ -118,6 +119,11 @@ class ViewStore(Store):
         pins = next((dict(t.store.pins) for t in self._arrays.values()), {})
         return self._root, self._view.state, self._view.format, pins, self._names
 
+    @cached_property
+    def version(self) -> str:
+        """A digest of which tensors of which versions of files the store shows."""
+        return hashlib.sha256(repr(self._identity).encode("utf-8", "surrogatepass")).hexdigest()
+
     def __reduce__(self) -> tuple[Any, ...]:
         # pickling the index of a large checkpoint is slow, and Dask pickles the store with every array
         if self._pickled is None:
@@ -158,17 +164,36 @@ class ViewStore(Store):
         document = self._document(key)
         if document is not None:
             return len(document)
-        found = self._chunk(key)
+        found = self.chunk(key)
         if found is None:
             raise FileNotFoundError(key)
-        tensor, _, chunk = found
-        return prod(chunk) * tensor.itemsize
+        return found[0]
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The paths of all groups and arrays; that of the root is ""."""
+        return (*self._inside, *self._arrays)
 
     def _document(self, key: str) -> bytes | None:
         """Return the bytes of a node's document; None if the key is not that of a document."""
         path, slash, name = key.rpartition("/")
         if name != _DOCUMENT or (slash and not path):  # "/zarr.json" is not a key
             return None
+        return self.document(path)
+
+    def document(self, path: str) -> bytes | None:
+        """Return the ``zarr.json`` of a node.
+
+        Parameters
+        ----------
+        path
+            The path of the group or array; "" for the root.
+
+        Returns
+        -------
+        bytes or None
+            The document; None if there is no such node.
+        """
         data = self._documents.get(path)
         if data is None:
             document: documents.Json
@@ -183,6 +208,25 @@ class ViewStore(Store):
                 return None
             data = self._documents[path] = json.dumps(document).encode()
         return data
+
+    def chunk(self, key: str) -> tuple[int, Callable[[], memoryview]] | None:
+        """Return the size of a chunk, and a function that reads it.
+
+        Parameters
+        ----------
+        key
+            The key of the chunk: "weights/layers/3/mlp/up/weight/c/0/1".
+
+        Returns
+        -------
+        tuple or None
+            The size in bytes, and the function; None if there is no such chunk.
+        """
+        found = self._chunk(key)
+        if found is None:
+            return None
+        tensor, _, chunk = found
+        return prod(chunk) * tensor.itemsize, partial(_read_chunk, *found)
 
     def _chunk(self, key: str) -> tuple[LazyArray, Shape, Shape] | None:
         """Return (tensor, place in the grid, shape of its chunks); None if the key is not that of a chunk."""

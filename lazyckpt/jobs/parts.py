@@ -10,19 +10,27 @@ earlier part waits until the CRC-32s of all pieces of the tensor are known.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.dtypes import dtype_of
 from ..core.merkle import Form, Leaves
+from ..errors import DataError
 from ..io.storage.access import read_pieces
 from ..io.storage.uploads import part_size
+from ..io.tensors import as_bytes
 from ..lazy import LazyArray, shape_of
 from .passing import Passing, parts_of
 from .pieces import contents, read_piece
 from .places import PIECE, combined, crc32
 from .plan import Layout, Placed
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 
 class Piece(NamedTuple):
@@ -250,6 +258,44 @@ def streamed(layout: Layout, hashes: list[Hashed], algorithm: str | None) -> Ite
         sums.add([one for one in found.sums if one.number not in sums.known])
         hashes += found.hashes
         yield found.data
+
+
+class Content:
+    """The bytes of a file by ranges, from its layout. Threads may share one.
+
+    Raises
+    ------
+    DataError
+        The file has checksums of tensors, whose bytes would all have to be read, gaps, or tensors that are in memory.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        covered = sum(len(text) for _, text in layout.texts) + sum(p.tensor.nbytes for p in layout.placed)
+        lazy = all(isinstance(p.tensor, LazyArray) for p in layout.placed)
+        if layout.checksums or covered != layout.size or not lazy:
+            raise DataError("ranges of a file are read only in formats without checksums and gaps, from lazy tensors")
+        self.size = layout.size
+        self._texts = layout.texts
+        self._text_ends = [offset + len(text) for offset, text in layout.texts]
+        cuts = sorted((p.offset, n) for n, p in enumerate(layout.placed) if p.tensor.nbytes)
+        self._cuts = [_Cut(offset, n, layout.placed[n], None) for offset, n in cuts]
+        self._cut_ends = [cut.end for cut in self._cuts]
+
+    def read(self, begin: int, end: int) -> memoryview:
+        """Return the bytes from ``begin`` to ``end`` of the file. Raises what reading raises."""
+        view = as_bytes(torch.empty(end - begin, dtype=torch.uint8, device="cpu"))  # not filled with zeros first
+        if view:
+            for offset, text in self._texts[bisect_right(self._text_ends, begin) :]:
+                if offset >= end:
+                    break
+                lo, hi = max(offset, begin), min(offset + len(text), end)
+                view[lo - begin : hi - begin] = text[lo - offset : hi - offset]
+            for cut in self._cuts[bisect_right(self._cut_ends, begin) :]:
+                if cut.offset >= end:
+                    break
+                piece = cut.piece(begin, end)
+                _read(piece, view[piece.at : piece.at + piece.nbytes])
+        return view
 
 
 def _read(piece: Piece, target: memoryview) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -112,3 +113,11 @@ class SideFiles:
     def write(self, dst: str | os.PathLike[str]) -> list[Path]:
         """Write the files and return their paths. Raises DestinationError."""
         return copy(self._folder, MODEL, Path(dst), {"config.json": self._config})
+
+    def contents(self) -> dict[str, bytes]:
+        """Return the contents of the files, by name."""
+        folder = self._folder
+        found = {} if folder is None else {name: (folder / name).read_bytes() for name in self.names}
+        if found:
+            found["config.json"] = (json.dumps(self._config, indent=2, sort_keys=True) + "\n").encode()
+        return found

@@ -47,7 +47,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const pages = context ? PAGES.filter((page) => page.shown(context.about)) : [];
   const page = pages.find(({ id }) => id === route.page) ?? pages[0];
   useEffect(() => {
-    if (context) document.title = `${shownName(context.about.title)} · lazyckpt`;
+    if (context && frame.current?.closest("#explorer")) document.title = `${shownName(context.about.title)} · lazyckpt`;
   }, [context?.about.title]);
   const switchTheme = () => {
     const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]!;
@@ -57,14 +57,15 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const onKey = (event: KeyboardEvent) => {
     if (isTyping(event) || event.ctrlKey || event.metaKey || event.altKey || window_) return;
     const number = Number(event.key);
+    const inTree = (event.target as Element).closest?.("[role=tree]"); // where letters go to names
     if (event.key === "?") setWindow("help");
-    else if (event.key === "t" && !(event.target as Element).closest("[role=tree]")) switchTheme();
+    else if (event.key === "t" && !inTree) switchTheme();
     else if (event.key === "/") {
       event.preventDefault();
       const field = frame.current?.querySelector<HTMLInputElement>("input[type=search]");
       if (field) field.focus();
       else context?.go({}, "tree");
-    } else if (number >= 1 && pages[number - 1]) context?.go({}, pages[number - 1]!.id);
+    } else if (number >= 1 && pages[number - 1] && !inTree) context?.go({}, pages[number - 1]!.id);
   };
   useEffect(() => {
     // keys count within the explorer; a page of its own has nothing else, and then they count everywhere
@@ -189,7 +190,7 @@ function Problems({ sides, onClose }: { sides: Side[]; onClose(): void }) {
             {side.problems.map((problem, m) => (
               <li key={m}>
                 <strong class={problem.severity}>{problem.severity}</strong>
-                {shownName(problem.text)} <code class="quiet">{problem.code}</code>
+                {shownName(problem.text, 2000)} <code class="quiet">{problem.code}</code>
                 {problem.advice && <span class="advice">{problem.advice}</span>}
               </li>
             ))}
@@ -217,7 +218,7 @@ function Help({ context, side, onClose }: { context: Context; side: Side; onClos
       <p>The address of the page is a link to what is on screen. Every picture and table can be saved.</p>
       <h3>This checkpoint</h3>
       <dl class="keys">
-        {side.facts.map(([what, value]) => [<dt key={what}>{what}</dt>, <dd key={`=${what}`}>{shownName(value)}</dd>])}
+        {side.facts.map(([what, value]) => [<dt key={what}>{what}</dt>, <dd key={`=${what}`}>{shownName(value, 1000)}</dd>])}
       </dl>
       {!context.api.live && <p class="quiet">This is a report: it holds a part of the values. `lazyckpt serve` shows them all.</p>}
     </Dialog>

@@ -1,7 +1,7 @@
 // A grid of coloured cells with labels, a tooltip and a legend.
 
 import { useRef, useState } from "preact/hooks";
-import { logTicks, shortNumber, ticks } from "./scale";
+import { logTicks, shortNumber, ticks } from "./axis";
 import "./grid.css";
 
 interface Props {
@@ -27,6 +27,8 @@ interface Props {
   onCell?(row: number, column: number): void;
   active?: [number, number] | null;
   legend: string;
+  /** What numbers of the legend are round in: 1024 for bytes. */
+  unit?: number;
   width?: number;
 }
 
@@ -157,7 +159,7 @@ export function Grid(props: Props) {
       <span class="sr-only" aria-live="polite">
         {keys && at ? detail(...at) : ""}
       </span>
-      <Legend {...{ low, high, log, colour, format, title: legend }} />
+      <Legend {...{ low, high, log, colour, format, title: legend, unit: props.unit }} />
     </div>
   );
 }
@@ -169,13 +171,15 @@ interface LegendProps {
   colour(share: number): string;
   format?(value: number): string;
   title: string;
+  unit?: number | undefined;
 }
 
 /** A bar of colours with numbers. */
-export function Legend({ low, high, log = false, colour, format = shortNumber, title }: LegendProps) {
+export function Legend({ low, high, log = false, colour, format = shortNumber, title, unit = 1 }: LegendProps) {
   if (!Number.isFinite(low) || !Number.isFinite(high)) return null;
   const stops = Array.from({ length: 17 }, (_, n) => colour(n / 16)).join(",");
-  const marks = high > low ? (log ? logTicks(low, high, 4) : ticks(low, high, 4)) : [low];
+  const scale = unit > 1 && high > 0 ? unit ** Math.floor(Math.log(high) / Math.log(unit)) : 1;
+  const marks = high > low ? (log ? logTicks(low, high, 4) : ticks(low / scale, high / scale, 4).map((n) => n * scale)) : [low];
   const share = (v: number) => (high <= low ? 0.5 : log ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low));
   return (
     <div class="colour-legend">

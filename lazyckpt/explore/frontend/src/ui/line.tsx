@@ -1,7 +1,7 @@
 // Line charts and sparklines.
 
 import { useRef, useState } from "preact/hooks";
-import { logTicks, shortNumber, ticks } from "./scale";
+import { logTicks, shortNumber, ticks } from "./axis";
 import { shownName } from "./text";
 import "./line.css";
 

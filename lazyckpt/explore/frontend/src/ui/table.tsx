@@ -1,6 +1,6 @@
 // A table that is sorted by a click on a head, draws only the rows in view, and is saved as CSV.
 
-import type { ComponentChildren, JSX } from "preact";
+import type { ComponentChildren, CSSProperties } from "preact";
 import { useMemo, useState } from "preact/hooks";
 import { saveCsv, type Cell } from "./save";
 import { grouped } from "./text";
@@ -80,7 +80,7 @@ export function DataTable<T>(props: Props<T>) {
       })}
     </div>
   );
-  const draw = (index: number, style: JSX.CSSProperties) => {
+  const draw = (index: number, style: CSSProperties) => {
     const row = sorted[index]!;
     const key = rowKey(row);
     return (
@@ -121,7 +121,7 @@ export function DataTable<T>(props: Props<T>) {
         aria-colcount={columns.length}
         tabIndex={0}
         class="table-box"
-        style={{ height: `${Math.min(height, (rows.length + 1) * ROW + 16)}px` }}
+        style={{ height: `${Math.min(height, (rows.length + 1) * ROW + 3)}px` }}
         count={sorted.length}
         rowHeight={ROW}
         row={draw}

@@ -33,7 +33,7 @@ interface Props {
 }
 
 const HEAD = 18;
-const LETTER = 6.2; // width of a letter of the labels, in pixels
+const LETTER = 7; // width of a letter of the labels, in pixels
 
 export function Treemap({ branches, label, width = 960, height = 380, onLeaf, active }: Props) {
   const [tip, setTip] = useState<{ text: string; left: number; top: number } | null>(null);
@@ -52,12 +52,12 @@ export function Treemap({ branches, label, width = 960, height = 380, onLeaf, ac
             <g key={branch.key} class={branch.colour}>
               {head > 0 && (
                 <text class="treemap-head" x={box.x + 4} y={box.y + 13}>
-                  {fitting(`${branch.label}  ${branch.size}`, box.w - 8)}
+                  {heading(branch, box.w - 8)}
                 </text>
               )}
               {leaves.map((leaf, m) => {
                 const { x, y, w, h } = shrunk(inner[m]!, 0.5);
-                const text = w > 36 && h > 15 ? fitting(shownName(leaf.label), w - 8) : "";
+                const text = w > 30 && h > 15 ? fitting(shownName(leaf.label), w - 8) : "";
                 return (
                   <g
                     key={leaf.key}
@@ -95,9 +95,18 @@ function shrunk({ x, y, w, h }: Rect, by: number): Rect {
   return { x: x + by, y: y + by, w: Math.max(0, w - 2 * by), h: Math.max(0, h - 2 * by) };
 }
 
-/** The text, or its end, which tells names apart, as far as it fits. */
+function heading({ label, size }: Branch, width: number): string {
+  const most = Math.floor(width / (LETTER + 0.6));
+  const both = `${label}  ${size}`;
+  return both.length <= most ? both : label.length <= most ? label : `${label.slice(0, Math.max(1, most - 1))}…`;
+}
+
+/** The text, or as many of its last parts as fit: they tell names apart. What most names end with is left out first. */
 function fitting(text: string, width: number): string {
   const most = Math.floor(width / LETTER);
-  if (text.length <= most) return text;
-  return most < 4 ? "" : `…${text.slice(1 - most)}`;
+  let parts = text.split(".");
+  if (text.length > most && parts.length > 1 && parts[parts.length - 1] === "weight") parts = parts.slice(0, -1);
+  while (parts.length > 1 && parts.join(".").length > most) parts = parts.slice(1);
+  const short = parts.join(".");
+  return short.length <= most ? short : most >= 4 ? `${short.slice(0, most - 1)}…` : "";
 }

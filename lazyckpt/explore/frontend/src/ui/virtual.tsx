@@ -1,18 +1,18 @@
 // A list of rows of one height, of which only those in view are drawn.
 
-import type { ComponentChildren, JSX } from "preact";
+import type { ComponentChildren, CSSProperties, HTMLAttributes } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import "./virtual.css";
 
 const BEYOND = 8; // rows drawn above and below those in view
 const PRINTED = 1000; // rows that a print has
 
-interface Props extends Omit<JSX.HTMLAttributes<HTMLDivElement>, "label"> {
+interface Props extends Omit<HTMLAttributes<HTMLDivElement>, "label"> {
   count: number;
   /** Height of a row, in pixels. */
   rowHeight: number;
   /** Draws a row; it puts `style` on its element and gives it a key. */
-  row(index: number, style: JSX.CSSProperties): ComponentChildren;
+  row(index: number, style: CSSProperties): ComponentChildren;
   /** A row that is scrolled into view when it changes. */
   active?: number;
   /** What stands above the rows and scrolls with them to the side only. */

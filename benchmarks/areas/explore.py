@@ -1,0 +1,159 @@
+"""The explorer: a shard over HTTP, against nginx serving the converted file; and what its page waits for."""
+
+from __future__ import annotations
+
+import http.client
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import lazyckpt
+from lazyckpt.explore.api import Explorer
+from lazyckpt.explore.subject import Subject
+
+from .. import data
+from ..case import Area, Case, Goal, Settings
+from ..contest import Contest, Skipped
+from ..sample import Sample, Timed, warm
+
+_PIECE = 1 << 20
+
+
+def _fetch(url: str, buffer: bytearray) -> int:
+    """Read a URL into a buffer, again and again, and return the number of bytes."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port)
+    connection.request("GET", parts.path)
+    answer = connection.getresponse()
+    assert answer.status == 200, answer.status
+    total = 0
+    while count := answer.readinto(buffer):
+        total += count
+    connection.close()
+    return total
+
+
+def _shard(settings: Settings) -> Contest:
+    """Both in a process of their own; the client reads into one buffer."""
+    program = shutil.which("nginx")
+    if program is None:
+        raise Skipped("nginx is not installed")
+    source, folder = data.torch_file(settings), settings.data / "converted"
+    if not folder.exists():
+        lazyckpt.open(source).to_safetensors(folder, max_shard_size=None, progress=False)
+    (file,) = folder.glob("*.safetensors")
+    warm(source)
+    warm(file)
+    code = (
+        f"import lazyckpt\nserver = lazyckpt.serve({str(source)!r}, max_shard_size='1TB')\n"
+        "print(server.address, flush=True)\nserver.wait()"
+    )
+    ours = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert ours.stdout is not None
+    address = ours.stdout.readline().strip()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    settings.data.joinpath("nginx.conf").write_text(_nginx(settings.data, folder, port))
+    command = [program, "-e", "stderr", "-c", str(settings.data / "nginx.conf")]
+    theirs = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    _until(port)
+    buffer, size = bytearray(_PIECE), file.stat().st_size
+
+    def fetch(url: str) -> None:
+        assert _fetch(url, buffer) == size
+
+    def done() -> None:
+        for process in (ours, theirs):
+            process.terminate()
+            process.wait()
+
+    return Contest(
+        Timed(partial(fetch, f"{address}hf/model.safetensors")),
+        ("nginx", Timed(partial(fetch, f"http://127.0.0.1:{port}/{file.name}"))),
+        calls=1,
+        most=15,
+        least=7,
+        done=done,
+    )
+
+
+def _nginx(place: Path, folder: Path, port: int) -> str:
+    kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temporary = "".join(f"{kind}_temp_path {place}/nginx; " for kind in kinds)
+    return (
+        f"daemon off; pid {place}/nginx.pid; events {{}}\n"
+        f"http {{ access_log off; sendfile on; {temporary}\n"
+        f"server {{ listen 127.0.0.1:{port}; root {folder}; }} }}\n"
+    )
+
+
+def _until(port: int) -> None:
+    for _ in range(200):
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except OSError:
+            time.sleep(0.05)
+        else:
+            return
+    raise Skipped("nginx does not start")
+
+
+def _processor(do: Callable[[], object]) -> Callable[[int], Sample]:
+    """A sampler of the seconds of processor time."""
+
+    def sample(calls: int = 1) -> Sample:
+        start = time.process_time()
+        for _ in range(calls):
+            do()
+        return Sample((time.process_time() - start) / calls, {})
+
+    return sample
+
+
+def _tree(settings: Settings, names: int) -> Contest:
+    view = lazyckpt.open(data.names(settings, names), cache=False)
+
+    def answer() -> None:
+        assert Explorer(Subject(view)).answer("tree", {}).status == 200
+
+    return Contest(_processor(answer), calls=1, most=7)
+
+
+def _page(settings: Settings, ranks: int) -> Contest:
+    path = data.ranks(settings, "zero3", ranks, 8)
+
+    def opened() -> None:
+        with lazyckpt.serve(path, cache=False) as server:
+            for request in ("", "assets/explorer.js", "api/v1/about", "api/v1/tree"):
+                _fetch(f"{server.address}{request}", bytearray(_PIECE))
+
+    return Contest(Timed(opened), calls=1, most=7)
+
+
+def _cases(settings: Settings) -> list[Case]:
+    return list(_all(settings))
+
+
+def _all(settings: Settings) -> Iterator[Case]:
+    size = settings.pick(1024, 64)
+    yield Case(f"a shard of {size} MiB of a torch file over HTTP", partial(_shard, settings), [Goal(1 / 0.7)])
+    names, ranks = settings.pick(500_000, 20_000), settings.pick(1024, 64)
+    second = [Goal(1.0, against=1.0, budget="a second")]
+    yield Case(f"the tree of {names:,} names: processor time", partial(_tree, settings, names), second)
+    yield Case(f"the page of {ranks:,} ranks' files, from starting the server", partial(_page, settings, ranks), second)
+
+
+AREA = Area(
+    "explore",
+    "The explorer",
+    "A client reads the shard of a torch file as safetensors, which the explorer's server computes, and the converted "
+    "file from nginx. The tree's goal is one second of processor time, the page's one second in all.",
+    _cases,
+)
