@@ -38,7 +38,7 @@ if _TYPE_CHECKING:
     from .core.placement import Mesh
     from .exploring import serve
     from .export.options import WriteResult
-    from .inspect.diff import Diff, Difference
+    from .inspect.diff import Difference
     from .inspect.manifest import Digest
     from .inspect.report import Finding, Report
     from .inspect.scan.folder import scan
@@ -48,6 +48,7 @@ if _TYPE_CHECKING:
     from .runs.prune import Pruned, prune
     from .runs.verify import verify
     from .runs.view import RunView
+    from .show.compared import Diff
     from .tensor import LazyTensor
     from .view import CheckpointView, unshard
 
@@ -55,7 +56,7 @@ if _TYPE_CHECKING:
 _HOMES = {
     "CheckpointView": "view",
     "Delta": "runs.delta",
-    "Diff": "inspect.diff",
+    "Diff": "show.compared",
     "Difference": "inspect.diff",
     "Digest": "inspect.manifest",
     "LazyTensor": "tensor",

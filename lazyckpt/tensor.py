@@ -36,14 +36,16 @@ class LazyTensor(LazyArray):
 
         return tensor_html(self)
 
-    def show(self, histogram: bool = False) -> Any:
+    def show(self, histogram: bool = False, *, values: bool = False) -> Any:
         """Show the tensor in a notebook, or as text on a terminal: its properties, and which file holds which block.
 
         Parameters
         ----------
         histogram
             Show a histogram of the elements, too. It reads some 4 MiB, from 64 places of the tensor, or all of a
-            smaller tensor, and says how many elements it counts.
+            smaller tensor, says how many elements it counts, and shows values, too.
+        values
+            Show the first and last rows and columns. Only these elements are read.
 
         Returns
         -------
@@ -53,11 +55,11 @@ class LazyTensor(LazyArray):
         Raises
         ------
         LazyckptError
-            What reading raises, with ``histogram`` (MissingFileError for a lost file).
+            What reading raises, with ``histogram`` or ``values`` (MissingFileError for a lost file).
         """
         from .show.html import shown
 
-        return shown(self, histogram)
+        return shown(self, histogram, values)
 
     def stats(
         self,
@@ -99,7 +101,8 @@ class LazyTensor(LazyArray):
 
     @property
     def plot(self) -> TensorPlots:
-        """Plots with matplotlib: ``t.plot.hist()``, ``t.plot.singular_values()``, ``t.plot.layout()``."""
+        """Plots with matplotlib: ``t.plot()`` for an overview, ``t.plot.heatmap()``, ``t.plot.hist()``, and others
+        (`TensorPlots`)."""
         from .show.plot import TensorPlots
 
         return TensorPlots(self)

@@ -28,7 +28,9 @@ from lazyckpt.browse import detail as code
 from lazyckpt.browse import fragments
 from lazyckpt.browse import grid as sheet
 from lazyckpt.browse import histogram as bars
-from lazyckpt.browse.tree import Entry, Levels, chosen
+from lazyckpt.browse.pooling import matrix_shape, pooled
+from lazyckpt.browse.rows import Row, Rows, chosen
+from lazyckpt.browse.subject import One, Pair, Run, Subject, run_of
 from lazyckpt.show.layout import drawing
 from lazyckpt.show.values import sample
 from lazyckpt.testing.counting import opened
@@ -58,11 +60,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drive(path: Path | str, do: Drive, size: tuple[int, int] = (120, 40), **given: Any) -> Browser:
     """Open the browser and do something in it."""
 
-    def views() -> tuple[lazyckpt.CheckpointView, lazyckpt.CheckpointView]:
-        view = given["view"] if "view" in given else lazyckpt.open(path)
-        return view, view
+    def subject() -> Subject:
+        if "subject" in given:
+            return given["subject"]()
+        return Subject(one(path, given.get("view")))
 
-    app = Browser(views, str(path), {})
+    app = Browser(subject, str(path))
 
     async def go() -> None:
         async with app.run_test(size=size) as pilot:
@@ -71,6 +74,11 @@ def drive(path: Path | str, do: Drive, size: tuple[int, int] = (120, 40), **give
 
     asyncio.run(go())
     return app
+
+
+def one(path: Path | str, view: lazyckpt.CheckpointView | None = None) -> One:
+    view = lazyckpt.open(path) if view is None else view
+    return One(view, view, code.opening(str(path), {}))
 
 
 async def settle(app: Browser, pilot: Pilot[Any]) -> None:
@@ -93,10 +101,10 @@ async def go_to(app: Browser, pilot: Pilot[Any], name: str) -> None:
     app.filter.value = name
     await settle(app, pilot)
     app.names.focus()
-    while app.entry is None or app.entry.start != name:
-        before = app.names.cursor_line
-        await press(app, pilot, "down")
-        assert app.names.cursor_line != before, f"{name} is not in the tree"
+    while app.row is None or app.row.start != name:
+        before = app.names.cursor
+        await press(app, pilot, "right", "down")
+        assert app.names.cursor != before, f"{name} is not in the tree"
 
 
 def screen(app: Browser) -> list[str]:
@@ -128,59 +136,119 @@ def shown(app: Browser, text: str) -> bool:
 # -- the pure parts
 
 
+def walk(rows: Rows, above: Row) -> list[Row]:
+    """All tensors below a row, through folded layers, too."""
+    return [leaf for row in rows.below(above) for leaf in ([row] if row.leaf else walk(rows, row))]
+
+
 def test_levels_add_up(files: Path) -> None:
     view = lazyckpt.open(files / "model")
-    levels = Levels(view)
-    assert (levels.whole.tensors, levels.whole.numel, levels.whole.nbytes) == (len(view), view.numel, view.nbytes)
-    found = []
+    rows = Rows(view)
+    assert (rows.whole.tensors, rows.whole.numel, rows.whole.nbytes) == (len(view), view.numel, view.nbytes)
+    leaves = walk(rows, rows.whole)
+    assert sorted(row.start for row in leaves) == sorted(view) == sorted(rows.whole.names())
+    assert sum(row.nbytes for row in leaves) == view.nbytes  # a tied tensor is counted once
+    for row in rows.visible:
+        assert row.tensors == len(list(row.names())), row.start
+        if not row.leaf:
+            assert row.nbytes == sum(leaf.nbytes for leaf in walk(rows, row))
 
-    def walk(above: Entry) -> None:
-        for entry in levels.below(above):
-            if entry.leaf:
-                found.append(entry.start)
-            else:
-                part = view[entry.start[:-1]]
-                assert (entry.tensors, entry.nbytes) == (len(part), levels_of(part)), entry
-                walk(entry)
 
-    def levels_of(part: Any) -> int:
-        return sum(t.nbytes for name, t in part.items() if t.name != "model.lm_head.weight")
+def test_equal_layers_are_one_row(files: Path) -> None:
+    rows = Rows(lazyckpt.open(files / "model"))
+    (fold,) = [row for row in rows.visible if row.folded]
+    assert (fold.label, fold.start, len(fold.nodes)) == ("0-3", "model.layers.0-3.", 4)
+    n = rows.visible.index(fold)
+    rows.open(n)
+    assert [row.label for row in rows.visible[n + 1 : n + 5]] == ["0", "1", "2", "3"]
+    rows.close(n)
+    assert rows.reveal("model.layers.2.mlp.up_proj.weight") and not fold.node.spec
+    rows.fold = False
+    at = rows.arrange("model.layers.2.")
+    assert rows.visible[at].label == "2" and not any(row.folded for row in rows.visible)
 
-    # the embedding is counted where it comes first in the view
-    first = next(n for n in view if n in ("lm_head.weight", "model.embed_tokens.weight"))
-    assert {e.start: e.nbytes > 0 for e in levels.below(levels.whole) if e.leaf} == {
-        "lm_head.weight": first == "lm_head.weight"
-    }
-    if first == "lm_head.weight":
-        (model,) = (e for e in levels.below(levels.whole) if e.start == "model.")
-        walk(next(e for e in levels.below(model) if e.start == "model.layers."))
-        assert len(found) == 36
-    else:
-        walk(levels.whole)
-        assert sorted(found) == sorted(view)
+
+def test_orders(files: Path) -> None:
+    view = lazyckpt.open(files / "model")
+    rows = Rows(view, lambda row: float(len(row.start)) if row.leaf else None)
+    rows.flat = True
+    for order, key in (
+        ("size", lambda row: -row.nbytes),
+        ("dtype", lambda row: row.dtype),
+        ("value", lambda row: -len(row.start)),
+    ):
+        rows.order = order
+        rows.arrange()
+        listed = list(rows.visible)
+        keys = [key(row) for row in listed if row.node.counted]
+        assert len(listed) == len(view) and keys == sorted(keys), order
+    rows.flat, rows.order = False, "size"
+    rows.arrange()
+    sizes = [row.nbytes for row in rows.visible if row.depth == 0]
+    assert sizes == sorted(sizes, reverse=True)
+    rows.reverse = True
+    rows.arrange()
+    assert [row.nbytes for row in rows.visible if row.depth == 0] == sorted(sizes)
 
 
 def test_levels_of_odd_names(tmp_path: Path) -> None:
     names = ["a", "a-b", "a.b", "a.10", "a.9", "a.9.x.y.z", "", ".", "..x", "b.c.d.e", "b.c.d.f", "<b>[red]x"]
     save_file({n: torch.ones(2) for n in names}, tmp_path / "odd.safetensors")
-    levels = Levels(lazyckpt.open(tmp_path / "odd.safetensors"))
-    found: list[str] = []
-    rows: list[tuple[int, str, bool]] = []
+    rows = Rows(lazyckpt.open(tmp_path / "odd.safetensors"))
+    assert sorted(row.start for row in walk(rows, rows.whole)) == sorted(names)
+    top = rows.below(rows.whole)
+    (a,) = [row for row in top if row.label == "a" and not row.leaf]
+    assert [(row.label, row.leaf) for row in rows.below(a)] == [
+        ("9", True), ("9.x.y.z", True), ("10", True), ("b", True),
+    ]  # fmt: skip
+    assert all(row.nbytes == 8 * row.tensors for row in top)
+    assert ("b.c.d", False) in [(row.label, row.leaf) for row in top]
 
-    def walk(above: Entry, depth: int) -> None:
-        for entry in levels.below(above):
-            rows.append((depth, entry.label, entry.leaf))
-            if entry.leaf:
-                found.append(entry.start)
-            else:
-                assert entry.nbytes == 8 * entry.tensors
-                walk(entry, depth + 1)
 
-    walk(levels.whole, 0)
-    assert sorted(found) == sorted(names)
-    at = rows.index((0, "a", False))
-    assert rows[at + 1 : at + 5] == [(1, "9", True), (1, "9.x.y.z", True), (1, "10", True), (1, "b", True)]
-    assert (0, "b.c.d", False) in rows
+SHAPES = [(), (1,), (7,), (1000,), (5, 9), (300, 40), (4, 1, 60), (6, 5, 3, 3), (2, 3, 50, 20)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("how", ["mean", "absmax"])
+def test_pictures_are_exact(tmp_path: Path, shape: tuple[int, ...], how: Any) -> None:
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    save_file({"x": whole}, tmp_path / "x.safetensors")
+    t = lazyckpt.open(tmp_path / "x.safetensors")["x"]
+    height, width = matrix_shape(t)
+    flat = np.full(height * width, np.nan)
+    flat[: whole.numel()] = whole.flatten().numpy()
+    matrix = flat.reshape(height, width)
+    for box in (None, (height // 3, height, width // 4, max(width // 4 + 1, width - 1))):
+        found = pooled(t, 6, 5, how, box)
+        top, bottom, left, right = found.box
+        rows, cols = found.values.shape
+        for n in range(rows):
+            for m in range(cols):
+                block = matrix[
+                    top + (bottom - top) * n // rows : top + (bottom - top) * (n + 1) // rows,
+                    left + (right - left) * m // cols : left + (right - left) * (m + 1) // cols,
+                ]
+                block = block[np.isfinite(block)]
+                want = (np.mean(block) if how == "mean" else np.abs(block).max()) if block.size else np.nan
+                assert np.isclose(found.values[n, m], want, equal_nan=True), (n, m)
+        assert not found.odd.any() and found.every == 1
+
+
+def test_pictures_of_large_tensors_read_little(tmp_path: Path) -> None:
+    whole = torch.arange(1000.0)[:, None].expand(1000, 256).contiguous()
+    whole[500, 3] = float("nan")
+    save_file({"x": whole}, tmp_path / "x.safetensors")
+    view, counts = opened(tmp_path / "x.safetensors")
+    t = view["x"]
+    counts.clear()
+    found = pooled(t, 20, 16, "mean", None, budget=100 * 1024)
+    assert found.every == 10 and found.nbytes == 100 * 1024
+    assert counts.bytes <= 2 * found.nbytes
+    assert np.allclose(found.values, np.arange(20)[:, None] * 50 + 25, atol=5)
+    found = pooled(t, 20, 16, "mean", (500, 520, 0, 16))
+    assert found.odd.sum() == 1 and found.odd[0, 3] and np.isnan(found.values[0, 3])
+    one = pooled(t, 50, 16, "absmax", None, budget=4 * 1024)  # fewer rows than lines of the screen
+    assert one.nbytes <= 8 * 1024 and not np.isnan(one.values).any()
 
 
 def test_filters(files: Path) -> None:
@@ -218,11 +286,9 @@ def test_windows_are_of_the_tensor_and_so_is_the_line(tmp_path: Path, shape: tup
                 assert values == read.flatten().tolist()
 
 
-def test_a_map_needs_no_colour(files: Path) -> None:
+def test_one_file_is_a_sentence(files: Path) -> None:
     drawn = fragments.drawn(drawing(lazyckpt.open(files / "model")["model.norm.weight"]), 30).plain
-    assert "across dimension 0: 0 to 128" in drawn
-    assert drawn.count("a" * 30) == 2
-    assert ".safetensors" in drawn
+    assert drawn == "One file has all of it: model.safetensors, 1 block."
 
 
 def test_bars_fit(tmp_path: Path) -> None:
@@ -245,14 +311,15 @@ def test_opens_and_moves_without_reading(files: Path, size: tuple[int, int]) -> 
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         assert shown(app, "huggingface | 1.2M elements, 2.2 MiB in 39 tensors")
-        assert shown(app, "lm_head.weight  bf16 [1000, 128]")
+        assert any("embed_tokens.weight" in line and "250.0 KiB" in line for line in screen(app))
+        assert any("0-3" in line and "4 alike" in line for line in screen(app))
         await go_to(app, pilot, "model.layers.1.mlp.up_proj.weight")
         await press(app, pilot, "escape", "d")
-        assert app.filter.value == "" and app.entry is not None
-        assert app.entry.start == "model.layers.1.mlp.up_proj.weight"  # the cursor stays
+        assert app.filter.value == "" and app.row is not None
+        assert app.row.start == "model.layers.1.mlp.up_proj.weight"  # the cursor stays
         assert shown(app, "bf16 [512, 128]") and shown(app, "131,072 bytes (128.0 KiB)")
-        await press(app, pilot, "m")
-        assert shown(app, "aaaaaaaaaaaaaaaaaaaa")
+        await press(app, pilot, "f")
+        assert shown(app, "One file has all of it")
         await press(app, pilot, "question_mark")
         await press(app, pilot, "escape", "s", "escape", "up", "down", "left")
         keep(app, f"map-{size[0]}x{size[1]}")
@@ -264,16 +331,19 @@ def test_opens_and_moves_without_reading(files: Path, size: tuple[int, int]) -> 
 @pytest.mark.slow
 def test_expanding_and_collapsing(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
-        names = app.names
-        assert names.cursor_node is not None
-        await press(app, pilot, "down")
-        lines = names.last_line
-        assert app.entry is not None and app.entry.start == "model."
+        assert app.rows is not None
+        await press(app, pilot, "g")
+        while app.row is None or app.row.start != "model.":
+            await press(app, pilot, "j")
+        lines = len(app.rows.visible)
+        assert app.row is not None and app.row.start == "model."
         assert app.line == f'lazyckpt.open("{files / "model"}")["model"].to("cpu")'
         await press(app, pilot, "enter")
-        assert names.last_line < lines
-        await press(app, pilot, "enter")
-        assert names.last_line == lines
+        assert len(app.rows.visible) < lines
+        await press(app, pilot, "right", "right", "left")
+        assert len(app.rows.visible) == lines and app.row.start == "model."
+        await press(app, pilot, "G", "ctrl+u", "ctrl+d", "k", "h", "l")
+        assert app.row is not None and not shown(app, "Traceback")
 
     drive(files / "model", do)
 
@@ -287,20 +357,20 @@ def test_values_read_what_they_show(files: Path) -> None:
         await go_to(app, pilot, t.name)
         counts.clear()
         await press(app, pilot, "v")
-        height, width = app.grid.room
-        assert app.grid.window is not None
-        assert (len(app.grid.window.cells), len(app.grid.window.heads)) == (height, width)
+        height, width = app.panes.grid.room
+        assert app.panes.grid.window is not None
+        assert (len(app.panes.grid.window.cells), len(app.panes.grid.window.heads)) == (height, width)
         assert 0 < counts.bytes <= 2 * (height * 128) * 2  # rows lie apart: a gap may be read with them
         counts.clear()
         await press(app, pilot, "pagedown", "down", "greater_than_sign")
         line = app.line
-        left = app.grid.room[0]  # a long path may take another line of the terminal
+        left = app.panes.grid.room[0]  # a long path may take another line of the terminal
         assert line.endswith(f"[{height + 1}:{height + 1 + left}, {width}:{2 * width}]")
         read = eval(line, {"lazyckpt": lazyckpt})
-        cells = [[float(c) for c in row] for row in app.grid.window.cells]
+        cells = [[float(c) for c in row] for row in app.panes.grid.window.cells]
         assert torch.allclose(torch.tensor(cells), read.float(), rtol=1e-3)
         await press(app, pilot, "end")
-        assert app.grid.window.labels[-1] == "511"
+        assert app.panes.grid.window.labels[-1] == "511"
         keep(app, "values")
 
         await press(app, pilot, "i", *"0:2", "comma", *"::64", "enter")
@@ -317,15 +387,15 @@ def test_a_wrong_index_is_told_in_place(files: Path, index: str) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "model.norm.weight")
         await press(app, pilot, "i")
-        app.index.value = index
+        app.panes.index.value = index
         await press(app, pilot, "enter")
         if index == "0:":
-            assert not app.told.has_class("wrong") and app.grid.window is not None
+            assert not app.panes.told.has_class("wrong") and app.panes.grid.window is not None
         else:
-            assert app.told.has_class("wrong") and app.grid.window is None
-            app.index.value = "0:4"
+            assert app.panes.told.has_class("wrong") and app.panes.grid.window is None
+            app.panes.index.value = "0:4"
             await press(app, pilot, "enter")
-            assert not app.told.has_class("wrong") and app.grid.window is not None
+            assert not app.panes.told.has_class("wrong") and app.panes.grid.window is not None
 
     drive(files / "model", do)
 
@@ -334,7 +404,7 @@ def test_a_wrong_index_is_told_in_place(files: Path, index: str) -> None:
 def test_histograms(files: Path) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "model.norm.weight")
-        await press(app, pilot, "h")
+        await press(app, pilot, "b")
         assert shown(app, "histogram of all of 128 elements (256 B read)") and shown(app, "█")
         await press(app, pilot, "a")
         assert shown(app, "histogram of all 128 elements (256 B)") and shown(app, "0 zeros, 0 NaN")
@@ -352,7 +422,7 @@ def test_a_slow_read_blocks_nothing(files: Path, monkeypatch: pytest.MonkeyPatch
         assert go_on.wait(60)
         raise OSError("the connection was lost")
 
-    monkeypatch.setattr("lazyckpt.browse.histogram.stats_of", slow)
+    monkeypatch.setattr("lazyckpt.inspect.stats.stats_of", slow)
     monkeypatch.setattr("lazyckpt.browse.histogram.sample", slow)
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
@@ -370,17 +440,17 @@ def test_a_slow_read_blocks_nothing(files: Path, monkeypatch: pytest.MonkeyPatch
             await pilot.press("escape")
             await pilot.pause()
             assert not app.busy and shown(app, "stopped")
-        await pilot.press("h")
+        await pilot.press("b")
         await pilot.press("up")  # something else is looked at meanwhile
         await settle(app, pilot)
-        assert app.entry is not None and app.entry.start != "model.norm.weight"
+        assert app.row is not None and app.row.start != "model.norm.weight"
         await pilot.press("down")
-        await pilot.press("h")
+        await pilot.press("b")
         go_on.set()
         await settle(app, pilot)
         assert shown(app, "cannot be read: the connection was lost")
         await press(app, pilot, "v")
-        assert app.grid.window is not None  # it goes on
+        assert app.panes.grid.window is not None  # it goes on
 
     drive(files / "model", do)
 
@@ -396,16 +466,16 @@ def test_states(files: Path, size: tuple[int, int]) -> None:
         assert app.screen.query_one(OptionList).option_count == len(lazyckpt.open(path).states) + 1
         await press(app, pilot, "down", "enter")
         assert app.view is not None and app.view.state == "exp_avg"
-        assert app.entry is not None and app.entry.start == "0.weight"
+        assert app.row is not None and app.row.start == "0.weight"
         await press(app, pilot, "v")
         assert app.line.startswith(f'lazyckpt.open("{path}").states["exp_avg"]["0.weight"]')
         read = eval(app.line, {"lazyckpt": lazyckpt})
-        assert app.grid.window is not None
-        assert f"{read.flatten()[0].item():.4g}" == app.grid.window.cells[0][0]
+        assert app.panes.grid.window is not None
+        assert f"{read.flatten()[0].item():.4g}" == app.panes.grid.window.cells[0][0]
         assert screen(app)[1].startswith(" exp_avg | torch")
         app.filter.value = ""
         await press(app, pilot, "s", "end", "enter")
-        assert app.view.state == "stored" and app.entry is not None
+        assert app.view.state == "stored" and app.row is not None
         eval(app.line, {"lazyckpt": lazyckpt})
         assert ".stored[" in app.line
 
@@ -434,7 +504,7 @@ def test_names_are_printed_literally(tmp_path: Path) -> None:
         for _ in range(len(names) + 1):
             await press(app, pilot, "m", "v")
             assert "\x1b" not in app.export_screenshot() and "\x1b" not in app.line
-            entry = app.entry
+            entry = app.row
             assert entry is not None
             if entry.leaf:
                 assert eval(app.line, {"lazyckpt": lazyckpt}).tolist() == [0, 1, 2, 3]
@@ -459,22 +529,196 @@ def test_a_file_that_is_one_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_names_open_at_once(tmp_path: Path) -> None:
-    """A level of 1,200 is not made at once, and nothing below it is."""
+    """Only what is on the screen is made of a list of 2,400."""
     save_file({f"layers.{n}.{w}": torch.ones(1) for n in range(1200) for w in "ab"}, tmp_path / "big.safetensors")
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
-        assert shown(app, "2,400 tensors, 9.4 KiB")
-        assert app.names.last_line == 501
-        await press(app, pilot, "end")
-        assert shown(app, "700 more (Enter)")
-        await press(app, pilot, "enter")
-        assert app.names.last_line == 1001
-        assert app.entry is not None and app.entry.start == "layers.500."
-        await press(app, pilot, "enter")
-        await press(app, pilot, "down", "down")
-        assert app.entry.start == "layers.500.b"
+        assert app.rows is not None
+        assert shown(app, "2,400 tensors") and shown(app, "1,200 alike")
+        await press(app, pilot, "G", "enter", "G")
+        assert app.row is not None and app.row.start == "layers.1199."
+        await press(app, pilot, "L", "G")
+        assert len(app.rows.visible) == 2400 and app.row.start == "layers.1199.b"
+        await press(app, pilot, "g", "slash", *"1150.b")
+        assert app.row is not None and app.row.start == "layers.1150.b" and len(app.rows.visible) == 1
+        await press(app, pilot, "enter", "escape")
+        assert len(app.rows.visible) == 2400 and app.row.start == "layers.1150.b"
 
     drive(tmp_path / "big.safetensors", do)
+
+
+@pytest.mark.slow
+def test_the_level_and_the_metadata(files: Path) -> None:
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        await press(app, pilot, "g")
+        while app.row is None or not app.row.folded:
+            await press(app, pilot, "j")
+        assert shown(app, "4 levels of") and shown(app, "bf16: 36 tensors") and shown(app, "mlp.up_proj.weight")
+        await press(app, pilot, "y")
+        assert app.clipboard == "model.layers.0-3"
+        await press(app, pilot, "M")
+        assert shown(app, "huggingface") and shown(app, "hidden_size")
+        keep(app, "metadata")
+        await press(app, pilot, "j", "G", "escape")
+        assert app.screen is app.screen_stack[0]
+
+    drive(files / "model", do)
+
+
+@pytest.mark.slow
+def test_orders_and_norms(files: Path) -> None:
+    view = lazyckpt.open(files / "model")
+
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        assert app.rows is not None
+        await press(app, pilot, "L", "o")
+        sizes = [row.nbytes for row in app.rows.visible]
+        assert sizes == sorted(sizes, reverse=True)
+        await press(app, pilot, "n")
+        await press(app, pilot, "o", "o", "g")
+        norms = {name: float(view[name][...].double().norm()) for name in view}
+        assert app.row is not None and norms[app.row.start] == max(norms.values())
+        assert shown(app, f"{norms[app.row.start]:.4g}")
+        await pilot.click("#titles", offset=(3, 0))
+        await settle(app, pilot)
+        assert app.rows.order == "name"
+        keep(app, "norms")
+
+    drive(files / "model", do)
+
+
+@pytest.mark.slow
+def test_the_mouse(files: Path) -> None:
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        assert app.rows is not None
+        n = next(n for n, row in enumerate(app.rows.visible) if row.folded)
+        await pilot.click("#names", offset=(20, n))
+        await settle(app, pilot)
+        assert app.row is app.rows.visible[n]
+        count = len(app.rows.visible)
+        await pilot.click("#names", offset=(20, n), times=2)
+        await settle(app, pilot)
+        assert len(app.rows.visible) > count
+        await press(app, pilot, "m")
+        await go_to(app, pilot, "model.layers.1.mlp.up_proj.weight")
+        heat = app.panes.heat
+        assert heat.shown is not None and heat.box is None
+        await pilot.click("#heat", offset=(20, 5), times=2)
+        await settle(app, pilot)
+        assert heat.box is not None
+        await pilot.hover("#heat", offset=(20, 5))
+        await settle(app, pilot)
+        assert shown(app, "] mean ")
+
+    drive(files / "model", do)
+
+
+@pytest.mark.slow
+def test_heat_maps(files: Path) -> None:
+    view, counts = opened(files / "model")
+    t = view["model.layers.1.mlp.up_proj.weight"]
+
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        await go_to(app, pilot, t.name)
+        counts.clear()
+        await press(app, pilot, "m")
+        heat = app.panes.heat
+        assert heat.shown is not None and shown(app, "▀")
+        assert counts.bytes == t.nbytes
+        whole = t[...].float()
+        assert heat.shown.part.box == (0, 512, 0, 128)
+        heat.focus()
+        await press(app, pilot, "plus", "plus", "plus", "plus", "plus")
+        top, bottom, left, right = heat.shown.part.box
+        assert (bottom - top, right - left) == (16, 4)
+        assert np.allclose(heat.shown.part.values, whole[top:bottom, left:right])
+        await press(app, pilot, "l", "j")
+        assert heat.shown.part.box == (top + 4, bottom + 4, left + 1, right + 1)
+        await press(app, pilot, "a")
+        assert np.allclose(heat.shown.part.values, whole[top + 4 : bottom + 4, left + 1 : right + 1].abs())
+        await press(app, pilot, "minus", "0")
+        assert heat.shown.part.box == (0, 512, 0, 128)
+        keep(app, "heat")
+
+    drive(files / "model", do, view=view)
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    for step in (10, 20, 30):
+        weights = {f"layers.{n}.up": torch.full((4, 6), float(step + n)) for n in range(5)}
+        (folder / f"checkpoint-{step}").mkdir()
+        save_file(weights, folder / f"checkpoint-{step}" / "model.safetensors")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run(run_folder: Path) -> None:
+    def subject() -> Subject:
+        run = run_of(str(run_folder), str(run_folder), None)
+        assert run is not None
+        return run
+
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        assert isinstance(app.subject, Run) and app.subject.step == 30 and shown(app, "step 30 (3 of 3)")
+        await go_to(app, pilot, "layers.2.up")
+        app.filter.value = ""
+        await press(app, pilot, "v")
+        assert app.panes.grid.window is not None and app.panes.grid.window.cells[0][0] == "32"
+        await press(app, pilot, "left_square_bracket", "left_square_bracket", "left_square_bracket")
+        assert app.subject.step == 10 and app.row is not None and app.row.start == "layers.2.up"
+        await press(app, pilot, "v")
+        assert app.panes.grid.window.cells[0][0] == "12"
+        assert torch.equal(eval(app.line, {"lazyckpt": lazyckpt}), torch.full((4, 6), 12.0))
+        await press(app, pilot, "e")
+        change = (22 - 12) / 12
+        assert shown(app, f"{change:.4f}") and shown(app, f"{np.sqrt(24) * 32:.4g}")
+        keep(app, "run")
+        await pilot.click("#slider", offset=(app.slider._places[1][0], 0))
+        await settle(app, pilot)
+        assert app.subject.step == 20
+
+    drive(run_folder, do, subject=subject)
+    assert run_of(str(run_folder / "checkpoint-10"), "", None) is None
+
+
+@pytest.mark.slow
+def test_a_comparison(tmp_path: Path) -> None:
+    a = {f"layers.{n}.{w}": torch.randn(8, 8) for n in range(5) for w in ("up", "down")} | {"only_a": torch.ones(2)}
+    b = {name: t.clone() for name, t in a.items() if name != "only_a"} | {"only_b": torch.ones(3)}
+    b["layers.3.up"] += 0.5
+    a["shape"], b["shape"] = torch.ones(2, 3), torch.ones(3, 2)
+    save_file(a, tmp_path / "a.safetensors")
+    save_file(b, tmp_path / "b.safetensors")
+
+    async def do(app: Browser, pilot: Pilot[Any]) -> None:
+        assert app.subject is not None and set(app.subject.view) == {*a, *b}
+        worst = app.measures.worst(app.rows.whole)  # type: ignore[union-attr]
+        assert worst is not None and worst.name == "layers.3.up" and worst.max_abs == pytest.approx(0.5)
+        relative = float((b["layers.3.up"] - a["layers.3.up"]).norm() / a["layers.3.up"].norm())
+        assert shown(app, f"{relative:.4f}") and shown(app, "only in A") and shown(app, "only in B")
+        await press(app, pilot, "e")
+        keep(app, "comparison")
+        await go_to(app, pilot, "layers.3.up")
+        await press(app, pilot, "v")
+        assert app.panes.grid.window is not None and app.panes.grid.window.cells[0][:2] == ("0.5", "0.5")
+        assert torch.allclose(eval(app.line, {"lazyckpt": lazyckpt}), torch.tensor(0.5))
+        for side in (a, b):
+            await press(app, pilot, "w", "v")
+            assert app.panes.grid.window is not None
+            assert app.panes.grid.window.cells[0][0] == f"{side['layers.3.up'][0, 0].item():.4g}"
+            assert torch.equal(eval(app.line, {"lazyckpt": lazyckpt}), side["layers.3.up"])
+        await press(app, pilot, "w", "d")
+        assert shown(app, "64 of 64 elements")
+        for name in ("only_a", "only_b", "shape"):
+            await go_to(app, pilot, name)
+            await press(app, pilot, "m", "v", "e", "f")
+        app.filter.value = ""
+        await press(app, pilot, "o", "o", "o", "g")
+        assert app.rows is not None and app.rows.order == "value"
+
+    drive(tmp_path, do, subject=lambda: Pair(one(tmp_path / "a.safetensors"), one(tmp_path / "b.safetensors")))
 
 
 @pytest.mark.slow
@@ -486,15 +730,15 @@ def test_a_url() -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "a.weight")
         await press(app, pilot, "v", "pagedown")
-        assert app.grid.window is not None and app.line.startswith(
+        assert app.panes.grid.window is not None and app.line.startswith(
             'lazyckpt.open("memory://browse/model.pt")["a.weight"]['
         )
         read = eval(app.line, {"lazyckpt": lazyckpt})
-        assert [[float(c) for c in row] for row in app.grid.window.cells] == read.tolist()
+        assert [[float(c) for c in row] for row in app.panes.grid.window.cells] == read.tolist()
         fs.rm("/browse", recursive=True)
         await press(app, pilot, "home")
-        assert app.told.has_class("wrong") and "model.pt" in " ".join(screen(app))
-        await press(app, pilot, "h")
+        assert app.panes.told.has_class("wrong") and "model.pt" in " ".join(screen(app))
+        await press(app, pilot, "b")
         assert shown(app, "cannot be read")
 
     drive("memory://browse/model.pt", do)
@@ -517,20 +761,22 @@ def test_a_lost_file(zero_cases: Any, tmp_path: Path) -> None:
         await go_to(app, pilot, name)
         assert shown(app, "cannot be read")
         await press(app, pilot, "m")
+        assert shown(app, "cannot be read")
+        await press(app, pilot, "f")
         assert shown(app, "!!!!") and shown(app, "aaaa")
         keep(app, "lost-file")
-        await press(app, pilot, "h")
+        await press(app, pilot, "b")
         assert shown(app, "cannot be read")
         await press(app, pilot, "a")
         assert shown(app, "cannot be read") and not app.busy
         await press(app, pilot, "i", *"0:2", "enter")
-        assert app.grid.window is not None and not app.told.has_class("wrong")
+        assert app.panes.grid.window is not None and not app.panes.told.has_class("wrong")
         first = case.truth["fp32"][name][0, 0].item()
-        assert app.grid.window.cells[0][0] == f"{np.float32(first):.4g}"
+        assert app.panes.grid.window.cells[0][0] == f"{np.float32(first):.4g}"
         await press(app, pilot, "i")
-        app.index.value = "-2:"
+        app.panes.index.value = "-2:"
         await press(app, pilot, "enter")
-        assert app.told.has_class("wrong") and app.grid.window is None
+        assert app.panes.told.has_class("wrong") and app.panes.grid.window is None
         await press(app, pilot, "p")
         assert shown(app, "is missing")
 
@@ -541,10 +787,11 @@ def test_a_lost_file(zero_cases: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(60, 20), (30, 10)])
 def test_small_terminals(files: Path, size: tuple[int, int]) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
-        await press(app, pilot, "m", "v", "down", "h", "a", "d", "question_mark", "escape", "s", "escape", "t")
+        keys = ("m", "v", "down", "b", "a", "d", "f", "e", "M", "escape", "question_mark", "escape", "s", "escape", "t")
+        await press(app, pilot, *keys)
         await pilot.resize_terminal(100, 30)
         await press(app, pilot, "v")
-        assert app.grid.window is not None
+        assert app.panes.grid.window is not None
         keep(app, f"small-{size[0]}")
 
     drive(files / "model", do, size)
@@ -573,7 +820,7 @@ def test_the_screen_is_as_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         name = f"screen-{size[0]}x{size[1]}"
         await go_to(app, pilot, "layers.1.up")
         await press(app, pilot, "escape", "v")
-        assert app.grid.window is not None  # the filter has gone, the values stay
+        assert app.panes.grid.window is not None  # the filter has gone, the values stay
         keep(app, name)
         assert screen(app) == (ROOT / "tests" / "screens" / f"browse-{name}.txt").read_text("utf-8").splitlines()
 

@@ -8,11 +8,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from concurrent.futures import Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -403,6 +405,35 @@ def test_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
         bar.add(5)
         raise ValueError("stop")
     assert capfd.readouterr().err == ""
+
+
+def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quick work shows nothing; long work a line, which is empty in the end."""
+    shown: list[str] = []
+
+    class Handle:
+        def update(self, data: dict[str, str], raw: bool) -> None:
+            shown.append(data["text/html"])
+
+    def display(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
+        shown.append(data["text/html"])
+        return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    for seconds, count in ((0.1, 0), (1.0, 9)):
+        with progress.Bar(10 << 20, "<b>", None) as bar:
+            for _ in range(10):
+                now[0] += seconds
+                bar.add(1 << 20)
+        assert len(shown) == count
+    assert "&lt;b&gt;: 20%, 2.00MB of 10.0MB" in shown[0] and shown[-1] == ""
+    with progress.Bar(10, "x", False) as bar:
+        bar.add(5)
+    assert len(shown) == 9
 
 
 def test_names_are_literal(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import lazyckpt
 from lazyckpt import cli
 from lazyckpt.errors import DataError, TensorNotFoundError
 from lazyckpt.inspect import diff as module
+from lazyckpt.show import differences
 
 
 @pytest.fixture
@@ -251,6 +252,88 @@ def test_any_tensor_cut_anywhere(
     assert (row.status == "equal") == (not len(wrong))
 
 
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_how_close_tensors_are(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """However a tensor is cut, and whichever pieces are equal."""
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]))
+    size = data.draw(st.integers(1, 60))
+    x = (8 * torch.randn(size, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9))))).to(dtype)
+    y = x.clone()
+    changed = data.draw(st.lists(st.integers(0, size - 1), max_size=3))
+    for n in changed:
+        y[n] = y[n] * 3 + 1 if dtype != torch.bool else ~y[n]
+    odd = data.draw(st.booleans()) and dtype.is_floating_point
+    if odd:
+        y[0] = float("nan")
+    folder = tmp_path_factory.mktemp("close")
+    torch.save({"w": x}, folder / "a.pt")
+    torch.save({"w": y}, folder / "b.pt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PIECE", data.draw(st.integers(1, 9)))
+        patch.setattr(module, "_RUN", data.draw(st.integers(1, 20)))
+        (row,) = lazyckpt.diff(folder / "a.pt", folder / "b.pt")
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    p, q = (t[int(odd) :].to(wide) for t in (x, y))
+    if torch.equal(x, y):
+        assert (row.relative, row.cosine, row.norm_a) == (0, 1, None)
+        return
+    norms = [float(t.norm()) for t in (p, q)]
+    assert (row.norm_a, row.norm_b) == pytest.approx(norms)
+    assert row.relative == (pytest.approx(float((p - q).norm()) / norms[0]) if norms[0] else None)
+    dot = float(torch.view_as_real(p).flatten().dot(torch.view_as_real(q).flatten()) if dtype.is_complex else p.dot(q))
+    assert row.cosine == (pytest.approx(dot / norms[0] / norms[1]) if all(norms) else None)
+
+
+def test_how_close_dtypes_are(tmp_path: Path) -> None:
+    w = torch.randn(3000)
+    row = told(tmp_path, w, w.bfloat16())
+    apart = (w.double() - w.bfloat16().double()).norm() / w.double().norm()
+    assert row.relative == pytest.approx(float(apart)) and row.cosine == pytest.approx(1, abs=1e-4)
+    row = told(tmp_path, torch.zeros(3), torch.ones(3))
+    assert (row.relative, row.cosine, row.norm_a, row.norm_b) == (None, None, 0, pytest.approx(3**0.5))
+    big = torch.full((2,), 1e300, dtype=torch.float64)
+    assert told(tmp_path, big, -big).relative is None
+
+
+# -- the table
+
+
+def test_repeated_layers_are_one_line(tmp_path: Path) -> None:
+    a = {f"model.layers.{n}.{w}.weight": torch.ones(4, 4) for n in range(12) for w in ("up", "down")}
+    b = {name: t * 1.01 if ".up." in name else t.clone() for name, t in a.items()}
+    b["model.layers.7.up.weight"] = b["model.layers.7.up.weight"] * 2
+    b |= {f"extra.{n}.bias": torch.ones(2) for n in range(5)}
+    for name, tensors in (("a", a), ("b", b)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    found = lazyckpt.diff(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    up, extra = differences.lines_of(found)
+    assert (up.name, up.worst.name, len(up.rows), up.of) == (
+        "model.layers.{0-11}.up.weight", "model.layers.7.up.weight", 12, 12,
+    )  # fmt: skip
+    assert (extra.name, extra.kind) == ("extra.{0-4}.bias", "only in b")
+    assert up.worst.relative == pytest.approx(1.02)
+    every = differences.lines_of(found, every=True)
+    assert len(every) == len(found) and every[0].name == "model.layers.7.up.weight"
+    said = shell(tmp_path / "a.safetensors", tmp_path / "b.safetensors").stdout
+    assert "most at layers 7" in said and len(said.splitlines()) == 6
+    assert len(shell(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--all").stdout.splitlines()) == 33
+
+
+def test_names_with_another_prefix_are_told_and_compared(tmp_path: Path) -> None:
+    a = {f"layers.{n}.w": torch.ones(2) * n for n in range(6)} | {"norm": torch.ones(3)}
+    save_file(a, tmp_path / "a.safetensors")
+    save_file({f"model.{name}": t for name, t in a.items()}, tmp_path / "b.safetensors")
+    paths = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    said = shell(*paths)
+    assert said.exit_code == 1 and "--prefix model" in said.stdout and len(said.stdout.splitlines()) == 8
+    assert shell(*paths, "--prefix", "model").exit_code == 0
+    assert shell(*paths, "--prefix", "mode").exit_code == 2
+    a["norm"] = torch.ones(4)  # of another shape: the prefix does not explain it
+    save_file(a, tmp_path / "a.safetensors")
+    assert "--prefix" not in shell(*paths).stdout
+
+
 # -- from the shell
 
 
@@ -261,9 +344,11 @@ def shell(*args: object) -> Result:
 def test_shell(pair: tuple[Path, Path]) -> None:
     result = shell(*pair)
     assert result.exit_code == 1
-    assert "values: 2 elements differ, the first at [5, 7], by 2 at most\n" in result.stdout
-    assert result.stdout.endswith("2 of 8 tensors are equal\n")
-    assert "same: equal" not in result.stdout and "same: equal\n" in shell(*pair, "--all").stdout
+    w, v = (lazyckpt.open(path)["values"][...].double() for path in pair)
+    relative = float((w - v).norm() / w.norm())
+    assert f"{relative:.4f}" in result.stdout and " 2  values " in result.stdout
+    assert result.stdout.endswith("2 of 8 tensors are equal, 3 differ, 1 of other shape, 1 only in A, 1 only in B\n")
+    assert "same" not in result.stdout and " same " in shell(*pair, "--all").stdout
     told = json.loads(shell(*pair, "--json").stdout)
     assert told["equal"] is False and {row["name"] for row in told["tensors"]} >= {"same", "values"}
     some = shell(*pair, "--select", "same")
@@ -279,7 +364,8 @@ def test_shell(pair: tuple[Path, Path]) -> None:
 def test_names_are_literal_in_the_shell(tmp_path: Path) -> None:
     for name, value in (("a", 0), ("b", 1)):
         torch.save({"[bold]x\x1b[31m": torch.full((2,), value)}, tmp_path / f"{name}.pt")
-    assert shell(tmp_path / "a.pt", tmp_path / "b.pt").stdout.startswith("[bold]x\\x1b[31m: 2 elements differ")
+    said = shell(tmp_path / "a.pt", tmp_path / "b.pt").stdout
+    assert "[bold]x\\x1b[31m  " in said and "\x1b" not in said
 
 
 def test_runs_are_compared_step_by_step(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from lazyckpt.core.specs import Fragment, TensorSpec, whole
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.show.html.tree import ROWS, Row, plan
 from lazyckpt.show.outline import outline
-from lazyckpt.show.values import sample, text_histogram
+from lazyckpt.show.values import corners, sample, text_histogram
 from lazyckpt.testing.contract import open_case
 from lazyckpt.testing.counting import opened
 from lazyckpt.view import CheckpointView
@@ -27,7 +27,10 @@ from lazyckpt.view import CheckpointView
 from .writers import Case
 
 VOID = {"input", "br", "hr", "img", "meta"}
-ALLOWED = {"div", "span", "ul", "li", "details", "summary", "code", "b", "p", "style", "script"}
+ALLOWED = {
+    "div", "span", "ul", "li", "details", "summary", "code", "b", "p", "style", "script", "table", "thead", "tbody",
+    "tr", "th", "td", "br",
+}  # fmt: skip
 NASTY = [
     "<img src=x onerror=alert(1)>.weight",
     "</script><script>alert(1)</script>.weight",
@@ -78,7 +81,7 @@ def checked(html: str) -> Document:
     document = Document(html)
     assert set(document.tags) <= ALLOWED
     for name, value in document.attributes:
-        assert name in {"class", "style", "title", "open", "aria-hidden"} or name.startswith("data-"), name
+        assert name in {"class", "style", "title", "open", "aria-hidden", "colspan"} or name.startswith("data-"), name
         if name == "style":
             assert re.fullmatch(r"[a-z:;.%0-9e-]*(px)?", value), value
     assert not re.search(r"https?:|url\(|@import", html), "nothing is fetched"
@@ -320,3 +323,68 @@ def test_a_part_of_a_tensor(tmp_path: Path) -> None:
     t = saved(tmp_path, {"w": torch.arange(100.0).view(10, 10)})["w"]
     found = sample(t.lazy[2:4])
     assert (found.low, found.high, found.total) == (20, 39, 20)
+
+
+# -- tables, metadata and problems
+
+
+def test_values_are_the_corners_of_a_tensor(tmp_path: Path) -> None:
+    whole = torch.arange(20.0 * 10).view(20, 10)
+    tensors = {
+        "w": whole,
+        "v": torch.arange(3.0),
+        "n": torch.tensor(7),
+        "c": whole.view(2, 10, 10),
+        "e": torch.empty(0),
+    }
+    torch.save(tensors, tmp_path / "model.pt")
+    view, counts = opened(tmp_path / "model.pt")
+    counts.clear()
+    found = corners(view["w"])
+    assert counts.bytes <= 6 * 10 * 4
+    assert found.rows == (0, 1, 2, None, 17, 18, 19) and found.columns == (0, 1, 2, None, 7, 8, 9)
+    for n, row in zip(found.rows, found.texts, strict=True):
+        for k, text in zip(found.columns, row, strict=True):
+            assert n is None or k is None or float(text) == whole[n, k]
+    assert corners(view["v"]).texts == (("0", "1", "2"),) and corners(view["n"]).texts == (("7",),)
+    assert corners(view["c"]).note == "at [0, :, :]" and corners(view["e"]).texts == ()
+    shown = view["w"].show(values=True)
+    assert "189" in checked(shown.html).text and "189" in shown.text
+    assert "189" not in view["w"].show().html
+
+
+def test_a_map_is_to_scale(tmp_path: Path) -> None:
+    view = saved(tmp_path, {"a": torch.empty(400, 100), "b": torch.empty(100, 400), "c": torch.empty(4, 90_000)})
+    for name, ratio in (("a", 0.25), ("b", 4.0), ("c", 20.0)):  # a side that is too thin to see is drawn thicker
+        (style,) = (
+            v
+            for k, v in checked(view[name]._repr_html_()).attributes
+            if k == "style" and v.startswith("width:") and "px" in v
+        )
+        wide, high = map(float, re.findall(r"[0-9]+", style))
+        assert wide / high == pytest.approx(ratio, rel=0.02)
+
+
+def test_metadata_and_problems(dcp_hole: tuple[CheckpointView, Case], tmp_path: Path) -> None:
+    view, _ = dcp_hole
+    assert isinstance(view.problems, tuple) and view.problems == tuple(view.problems)
+    document = checked(view.problems._repr_html_())  # type: ignore[attr-defined]
+    for problem in view.problems:
+        assert problem.code in document.text and " ".join(problem.split())[:100] in document.text
+    torch.save({"model": {"w": torch.ones(2)}, "epoch": 7, "args": {"<b>": [1, {"x": "\x1b[31m"}]}}, tmp_path / "m.pt")
+    meta = lazyckpt.open(tmp_path / "m.pt").meta
+    assert meta["epoch"] == 7 and isinstance(meta, dict)
+    text = checked(meta._repr_html_()).text  # type: ignore[attr-defined]
+    assert "epoch 7" in text and "<b>" in text and "\x1b" not in text
+    assert "no metadata" in checked(made({"w": one("w")}).meta._repr_html_()).text  # type: ignore[attr-defined]
+    assert "no problems" in checked(made({"w": one("w")}).problems._repr_html_()).text  # type: ignore[attr-defined]
+
+
+def test_states_open_in_a_view(case: Case) -> None:
+    view = open_case(case)
+    document = checked(view._repr_html_())
+    for state, part in view.states.items():
+        if state != view.state and len(part):
+            assert f"view.states['{state}']" in document.text
+    for dtype in {t.spec.dtype.short for t in view.values()}:
+        assert re.search(rf"\b{dtype} [0-9.]+ [KM]?i?B \(", document.text), "totals by dtype"

@@ -77,6 +77,24 @@ def test_nodes_open_and_close(browser: Browser, model: lazyckpt.CheckpointView) 
     assert browser.complaints() == []
 
 
+def test_names_can_be_copied(browser: Browser, model: lazyckpt.CheckpointView) -> None:
+    browser.show(model._repr_html_())
+    browser.js("""
+      window.copied = [];
+      Object.defineProperty(navigator, "clipboard", {value: {writeText: async (text) => { copied.push(text); }}});
+      for (const row of document.querySelectorAll(".tree .row")) {
+        row.dispatchEvent(new PointerEvent("pointerover", {bubbles: true}));
+        row.querySelector("button.copy")?.click();
+      }
+    """)
+    assert set(model) <= set(browser.js("return copied"))
+    assert len(browser.all("button.copy")) == 1
+    assert browser.js("return document.querySelector('button.copy').getAttribute('aria-label')").startswith(
+        "copy the name"
+    )
+    assert browser.complaints() == []
+
+
 def test_search_filters_and_restores(browser: Browser, model: lazyckpt.CheckpointView) -> None:
     browser.show(model._repr_html_())
     before = seen(browser)
@@ -132,7 +150,24 @@ def test_names_stay_text(browser: Browser) -> None:
     view = made({name: one(name, path=f"{name}.pt") for name in NASTY}, problems=tuple(NASTY))
     browser.show(view._repr_html_() + "".join(t._repr_html_() for t in view.values()))
     kinds = browser.js("return [...new Set([...document.body.querySelectorAll('*')].map(e => e.tagName))]")
-    assert set(kinds) <= {"DIV", "SPAN", "UL", "LI", "DETAILS", "SUMMARY", "CODE", "B", "STYLE", "SCRIPT", "INPUT"}
+    assert set(kinds) <= {
+        "DIV",
+        "SPAN",
+        "UL",
+        "LI",
+        "DETAILS",
+        "SUMMARY",
+        "CODE",
+        "B",
+        "STYLE",
+        "SCRIPT",
+        "INPUT",
+        "TABLE",
+        "TBODY",
+        "TR",
+        "TD",
+        "BUTTON",
+    }
     assert browser.js("return document.querySelectorAll('script').length") == 1
     attributes = browser.js("return [...document.body.querySelectorAll('*')].flatMap(e => e.getAttributeNames())")
     assert len(attributes) > 20 and not any(name.startswith("on") for name in attributes)
@@ -179,7 +214,15 @@ def test_text_can_be_read(browser: Browser, zero_cases: dict[str, Case], tmp_pat
     dtypes = (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.int8, torch.bool)
     kinds = made({str(dtype): replace(one(str(dtype)), dtype=dtype) for dtype in dtypes})
     t = max(view.values(), key=lambda t: t.numel())
-    parts = (view, kinds, t, view.states["step"]["embed.weight"].show(histogram=True))
+    parts = (view, kinds, t, view.states["step"]["embed.weight"].show(histogram=True), view.problems, view.meta)
+    small = view.states["step"]
+    parts += (
+        view.stats(),
+        small.by_layer(),
+        small.by_layer("mean"),
+        lazyckpt.diff(view, kinds),
+        lazyckpt.diff(small, view),
+    )
     browser.show("".join(part._repr_html_() for part in parts), system, body)
     browser.js("document.querySelectorAll('details').forEach(d => d.open = true)")
     found = browser.js(CONTRAST)

@@ -111,7 +111,7 @@ for name in ("zero3", "model", "training.pt", "bomb.pt"):
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("deferred", "errors"),
     ("core",),
-    ("io", "layouts", "likeness"),
+    ("io", "layouts", "likeness", "markup"),
     ("formats", "lazy"),
     ("interop", "jobs", "namespace"),
     ("derive", "inspect", "loading", "reshaping"),

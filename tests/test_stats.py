@@ -405,15 +405,14 @@ def test_as_text(odd_table: Table) -> None:
 def test_as_html(odd_table: Table) -> None:
     text = odd_table._repr_html_()
     assert "<b>" not in text and "&lt;b&gt;w&lt;/b&gt;" in text
-    assert text.count("font-weight:bold") == 4  # NaN and Inf, of the row and of the total
-    assert text.count("<tr>") == 5
+    assert text.count('class="bad"') == 4  # NaN and Inf, of the row and of the total
+    assert text.count("<tr") == 5
 
 
 def test_bars_as_html_keep_their_gaps(tmp_path: Path) -> None:
     """HTML shows one of several spaces, and breaks lines at them; notebooks typeset what is between two "$"."""
     text = saved(tmp_path, {"a$b$": torch.tensor([0.0, 10.0])}).stats(bins=6)._repr_html_()
     assert f">0&nbsp;|█{'&nbsp;' * 4}█|&nbsp;10</code></td>" in text
-    assert text.count("white-space:pre;") == text.count("<td") + text.count("<th ")
     assert "tex2jax_ignore" in text.partition("a$b$")[0]
 
 

@@ -564,7 +564,8 @@ def test_plots(run: Path) -> None:
     lines = found.plot("update", lines=True).lines
     assert [list(line.get_xdata()) for line in lines] == [[1, 2, 3, 4]] * 3
     one = found[4].plot("bound")
-    assert [text.get_text() for text in one.get_yticklabels()] == ["-", "0", "1"]
+    assert [text.get_text() for text in one.get_xticklabels()] == ["0", "1"]
+    assert [text.get_text() for text in one.get_yticklabels()] == ["fc", "fc.bias", "head"]
     with pytest.raises(DataError, match="no quantity"):
         found.plot("loss")
 

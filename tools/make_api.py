@@ -30,7 +30,7 @@ from lazyckpt.export import registry as export_registry
 from lazyckpt.formats import reader
 from lazyckpt.inspect import table
 from lazyckpt.inspect import updates as sizes
-from lazyckpt.show import plot, updates
+from lazyckpt.show import by_layer, plot, updates
 
 FOLDER = Path(__file__).parents[1] / "docs" / "api"
 _WIDTH = 100  # columns of a signature on one line
@@ -76,8 +76,11 @@ def pages() -> dict[str, str]:
         ),
         "stats.md": (
             "Statistics",
-            "What `t.stats()`, `view.stats()` and `run.stats()` return.\n\n"
-            + "\n".join(class_(o, 2) for o in (table.Stats, table.Table, table.Histogram)),
+            "What `t.stats()`, `view.stats()`, `run.stats()`, `view.by_layer()` and `run.by_layer()` return.\n\n"
+            + "\n".join(
+                class_(o, 2)
+                for o in (table.Stats, table.Table, table.Histogram, by_layer.LayerTable, by_layer.RunTable)
+            ),
         ),
         "plots.md": (
             "Plots",

@@ -1,6 +1,6 @@
 """Draw the pictures in docs/pictures except overview.png: terminals, a notebook and plots of the demo's files.
 
-    python tools/make_screenshots.py [NAME...]    # all, or demo, browse, notebook, norms, hist
+    python tools/make_screenshots.py [NAME...]    # all, or some: demo, browse, ...
 
 It needs lazyckpt's test extra and Chromium (``CHROMIUM`` names the program).
 """
@@ -14,10 +14,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
+from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt import demo
@@ -42,13 +45,13 @@ def shoot(body: str, target: Path, size: tuple[int, int], back: str = "white", m
 
 
 def draw_demo(folder: Path, target: Path) -> None:
-    """The first half of `lazyckpt demo` on a terminal with colours."""
+    """The beginning of `lazyckpt demo` on a terminal with colours."""
     env = os.environ | {"FORCE_COLOR": "1", "COLORTERM": "truecolor", "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "lazyckpt", "demo", "--keep", "demo"]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, encoding="utf-8", check=True)
     lines = done.stdout.splitlines()
-    start = next(n for n, line in enumerate(lines) if "2. One slice" in line)
-    stop = next(n for n, line in enumerate(lines) if "4. A file that" in line)
+    start = next(n for n, line in enumerate(lines) if "1. A checkpoint" in line)
+    stop = next(n for n, line in enumerate(lines) if "# The same slice" in line)
     console = Console(record=True, width=112, file=open(os.devnull, "w"), force_terminal=True, color_system="truecolor")  # noqa: SIM115
     console.print(Text.from_ansi("\n".join(lines[start:stop])), soft_wrap=True)
     code = console.export_html(inline_styles=True, code_format="{code}", theme=SVG_EXPORT_THEME)
@@ -58,31 +61,65 @@ def draw_demo(folder: Path, target: Path) -> None:
 
 def draw_browse(folder: Path, target: Path) -> None:
     """`lazyckpt browse` with the values of a tensor."""
-    from lazyckpt.browse.app import Browser
+    shoot_browser(target, [folder / "zero3"], ["v"])
 
+
+def draw_browse_heat(folder: Path, target: Path) -> None:
+    """The heat map of a tensor."""
+    shoot_browser(target, [folder / "zero3"], ["m", "a"])
+
+
+def draw_browse_pair(folder: Path, target: Path) -> None:
+    """A comparison: of the demo's weights with some that are rounded, and with one layer that was trained further."""
     view = lazyckpt.open(folder / "zero3")
-    app = Browser(lambda: (view, view), "zero3", {})
+    generator = torch.Generator().manual_seed(0)
+    for name, wide in (("before", 1.0), ("after", 1.001)):
+        weights = {}
+        for key, t in view.items():
+            noise = torch.randn(t.shape, generator=generator) * t[...].float().std() * 0.3
+            weights[key] = (t[...].float() * wide + (noise if ".2." in key and name == "after" else 0)).bfloat16()
+        (folder / name).mkdir(exist_ok=True)
+        save_file(weights, folder / name / "model.safetensors")
+    shoot_browser(target, [folder / "before", folder / "after"], ["e"], "")
+
+
+def shoot_browser(target: Path, paths: list[Path], keys: list[str], name: str = NAME, theme: str = "") -> None:
+    """A PNG of the browser after some keys, with the cursor at a tensor."""
+    from lazyckpt.browse.app import Browser
+    from lazyckpt.browse.detail import opening
+    from lazyckpt.browse.subject import One, Pair, Subject
+
+    def subject() -> Subject:
+        views = [(lazyckpt.open(path), path) for path in paths]
+        sides = [One(view, view, opening(path.name, {})) for view, path in views]
+        return Subject(sides[0]) if len(sides) == 1 else Pair(sides[0], sides[1])
+
+    app = Browser(subject, " and ".join(path.name for path in paths))
 
     async def go() -> str:
-        async with app.run_test(size=(116, 32)) as pilot:
+        async with app.run_test(size=(124, 34)) as pilot:
 
             async def settle() -> None:
-                for _ in range(2):
+                for _ in range(3):
                     await pilot.pause(0.1)
                     while app.busy:
                         await pilot.pause(0.01)
                 await pilot.pause()
 
             await settle()
-            app.filter.value = NAME
-            await settle()
-            app.names.focus()
-            while app.entry is None or app.entry.start != NAME:
-                await pilot.press("down")
+            if theme:
+                app.theme = theme
+            if name:
+                app.filter.value = name
                 await settle()
-            app.filter.value = ""
-            await settle()
-            await pilot.press("v")
+                app.names.focus()
+                while app.row is None or app.row.start != name:
+                    await pilot.press("right", "down")
+                    await settle()
+                app.filter.value = ""
+            for key in keys:
+                await settle()
+                await pilot.press(key)
             await settle()
             return app.export_screenshot()
 
@@ -99,26 +136,28 @@ def draw_notebook(folder: Path, target: Path) -> None:
     script = """<script>
       for (const d of document.querySelectorAll("details")) {
         const text = d.querySelector("summary").textContent;
-        d.open = !/^\\s*(0|self_attn|files|meta)/.test(text);
+        d.open = !/^\\s*(0|self_attn)/.test(text) && !d.classList.contains("more");
       }
     </script>"""
-    shoot(html + script, target, (940, 478), margin="14px")
+    shoot(html + script, target, (940, 508), margin="14px")
 
 
 def draw_norms(folder: Path, target: Path) -> None:
-    axes = lazyckpt.open(folder / "zero3").plot.norms()
-    save(axes, target, (9, 3.4))
+    save(lazyckpt.open(folder / "model").plot.norms().figure, target)
 
 
-def draw_hist(folder: Path, target: Path) -> None:
-    axes = lazyckpt.open(folder / "zero3")[NAME].plot.hist(bins=60)
-    save(axes, target, (6, 3))
+def draw_plots(folder: Path, target: Path) -> None:
+    """The overview of a view."""
+    save(lazyckpt.open(folder / "zero3").plot(), target)
 
 
-def save(axes: object, target: Path, inches: tuple[float, float]) -> None:
-    figure = axes.figure  # type: ignore[attr-defined]
-    figure.set_size_inches(*inches)
-    figure.savefig(target, dpi=110, bbox_inches="tight", metadata={"Software": None})
+def draw_tensor(folder: Path, target: Path) -> None:
+    """The overview of a tensor."""
+    save(lazyckpt.open(folder / "zero3")[NAME].plot(), target)
+
+
+def save(figure: Any, target: Path) -> None:
+    figure.savefig(target, dpi=100, metadata={"Software": None})
 
 
 def main() -> int:

@@ -2,57 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.containers import Horizontal, Vertical
 from textual.content import Content
-from textual.widgets import Footer, Input, Static, TabbedContent, TabPane
+from textual.events import Click
+from textual.widgets import Footer, Input, Static
 
-from ..core.select import parse_index
 from ..errors import and_more, printable
-from ..show.layout import Drawing, drawing
-from ..show.text import facts, kind, oddities
-from ..tensor import LazyTensor
-from ..view import CheckpointView
-from . import detail, fragments, screens
-from . import detail as code
-from .background import Background, error_content, error_text
-from .grid import Grid
-from .histogram import Histogram
-from .tree import Entry, Levels, NameTree, Row, chosen
+from ..show.about import facts_of
+from ..show.differences import cosine_text, degree, relative_text
+from . import screens
+from .background import Background, error_text
+from .measures import AT_ONCE, Measures
+from .names import Mark, Names
+from .panes import Panes
+from .rows import OPENED, ORDERS, Row, Rows, chosen
+from .steps import Slider
+from .subject import Pair, Run, Subject, same_shape
 
 _PROBLEMS = 2  # maximum number of problems at the top of the screen
-_PAUSE = 0.15  # seconds between the last key typed into the filter and filtering
-_STORED = "stored"
+_PAUSE = 0.12  # seconds between the last key typed into the search and searching
+_FOUND = 400  # levels of a search's result are opened up to this many rows
+_CLASSES = {"none": "dim", "small": "good", "medium": "warn", "large": "bad"}
+
+
+class Titles(Static):
+    """The line of titles above the names. A click orders by the column."""
+
+    def on_click(self, event: Click) -> None:
+        app = self.app
+        assert isinstance(app, Browser)
+        title = app.names.title_at(event.x)
+        order = title if title in ("name", "size", "dtype") else "value" if title in app.names.heads else None
+        if order is not None and app.rows is not None:
+            app.arrange(order, not app.rows.reverse if app.rows.order == order else False)
 
 
 class Browser(App[Exception]):
     """The application. Its result is the error of opening, or None.
 
-    ``open_views`` opens and returns two views: the default state, and the state to show first. ``path`` and ``options``
-    are the arguments of `lazyckpt.open` for the line of Python that is shown.
-    """
+    ``open_subject`` opens what is looked at, on a thread; ``title`` names it until then."""
 
     CSS_PATH = "app.tcss"
     TITLE = "lazyckpt"
     ENABLE_COMMAND_PALETTE = False
-    AUTO_FOCUS = "#names"  # not the filter, which comes first: keys typed during startup are commands, not text
+    AUTO_FOCUS = "#names"  # not the search, which comes first: keys typed during startup are commands, not text
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (72, "-normal"), (110, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-high")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "filter", "Filter", key_display="/"),
+        Binding("slash", "search", "Search", key_display="/"),
+        Binding("o", "order", "Order"),
+        Binding("O", "reverse", "Reverse", show=False),
+        Binding("u", "fold", "Unfold"),
+        Binding("L", "flat", "List", show=False),
         Binding("s", "state", "State"),
-        Binding("d", "tab('tensor')", "Tensor", show=False),
-        Binding("m", "tab('map')", "Map"),
-        Binding("v", "values", "Values"),
+        Binding("w", "side", "A/B"),
+        Binding("left_square_bracket", "step(-1)", "Step", key_display="[ ]"),
+        Binding("right_square_bracket", "step(1)", "Step", show=False),
+        Binding("1,d", "tab('about')", "About", show=False),
+        Binding("2,m", "tab('map')", "Heat map", key_display="m"),
+        Binding("3,v", "tab('values')", "Values", key_display="v"),
+        Binding("4,b", "tab('histogram')", "Histogram", key_display="b"),
+        Binding("5,f", "tab('files')", "Files", show=False),
+        Binding("6,e", "tab('changes')", "Changes", key_display="e"),
         Binding("i", "index", "Index", show=False),
-        Binding("h", "histogram", "Histogram"),
         Binding("a", "all", "All elements", show=False),
-        Binding("c", "copy", "Copy line"),
+        Binding("n", "norms", "Norms", show=False),
+        Binding("y", "copy_name", "Copy name"),
+        Binding("c", "copy_line", "Copy line", show=False),
+        Binding("M", "meta", "Metadata"),
         Binding("p", "problems", "Problems", show=False),
         Binding("t", "theme", "Light/dark", show=False),
         Binding("question_mark", "keys", "Help", key_display="?"),
@@ -60,330 +83,336 @@ class Browser(App[Exception]):
         Binding("escape", "leave", "Back", show=False),
     ]
 
-    def __init__(
-        self,
-        open_views: Callable[[], tuple[CheckpointView, CheckpointView]],
-        path: str,
-        options: Mapping[str, Any],
-    ) -> None:
+    def __init__(self, open_subject: Callable[[], Subject], title: str) -> None:
         super().__init__()
-        self._open = open_views
-        self._opened = code.opening(path, options)
-        self._path = path
+        self._open, self._path = open_subject, title
         self._facts = Content("opening")  # the second line of the screen
-        self.base: CheckpointView | None = None  # the default state
-        self.view: CheckpointView | None = None  # the selected state
-        self.entry: Entry | None = None
-        self._levels: Levels | None = None
-        self._at = ""  # name or prefix of the entry; kept while a filter hides the entry
-        self._filtered = ""  # the filter of the names that are shown or being computed
-        self._index: str | None = None
-        self._map: Drawing | None = None
+        self.subject: Subject | None = None
+        self.rows: Rows | None = None
+        self.side = ""
+        self._at = ""  # name or prefix of the row; kept while a search hides the row
+        self.row: Row | None = None
+        self._searched = ""  # the search whose names are shown or being computed
         self.head, self.problems = Static(id="head", markup=False), Static(id="problems", markup=False)
-        self.filter = Input(placeholder="/ filters: part of a name, or a glob", id="filter")
-        self.names = NameTree()
-        self.tabs = TabbedContent(id="right")
-        self.about, self.fragments = Static(markup=False), Static(markup=False)
-        self.index = Input(placeholder="i: an index, as 0:8, ::64", id="index")
-        self.told, self.grid = Static(id="told", markup=False), Grid()
-        self.bars, self.code = Histogram(self, self._indicate), Static(id="code", markup=False)
-        self._names = Background(self, self._indicate)  # opens views, changes states, filters names
-        self._about = Background(self, self._indicate)
-        self._values = Background(self, self._indicate)
+        self.filter = Input(placeholder="/ search: part of a name, or a glob", id="filter")
+        self.names, self.titles, self.slider = Names(), Titles(id="titles", markup=False), Slider()
+        self.measures = Measures(self._measured)
+        self.panes = Panes(self, self._indicate, self._show_code, self.measures)
+        self.code = Static(id="code", markup=False)
+        self._names = Background(self, self._indicate)  # opens, changes states and steps, searches
 
     @property
     def busy(self) -> bool:
         """Whether any background work is running or pending."""
-        threads = (self._names, self._about, self._values, self.bars)
-        return self.filter.value != self._filtered or any(b.busy for b in threads)
-
-    @property
-    def tensor(self) -> LazyTensor | None:
-        """The tensor at the cursor; None if the cursor is on a level."""
-        if self.view is None or self.entry is None or not self.entry.leaf:
-            return None
-        found: LazyTensor = self.view[self.entry.start]
-        return found
+        return (
+            self.filter.value != self._searched or self._names.busy or self.panes.busy or self.measures.busy
+            or (self.names.row is not self.row)
+        )  # fmt: skip
 
     # -- the screen
 
     def compose(self) -> ComposeResult:
         yield self.head
+        yield self.slider
         yield self.problems
         with Horizontal(id="body"):
             with Vertical(id="left"):
                 yield self.filter
+                yield self.titles
                 yield self.names
-            with self.tabs:
-                with TabPane("Tensor", id="tensor"), VerticalScroll():
-                    yield self.about
-                with TabPane("Map", id="map"), VerticalScroll():
-                    yield self.fragments
-                with TabPane("Values", id="values"):
-                    yield self.index
-                    yield self.told
-                    yield self.grid
-                with TabPane("Histogram", id="histogram"), VerticalScroll():
-                    yield self.bars
+            yield self.panes
         yield self.code
-        yield Footer()
+        yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
+        self.slider.show((), 0)
+        self.names.on_heads = lambda: self.titles.update(Content(self.names.header()))
         self.names.focus()
-        self._names.ask(self._work_open, self._have_view, self.exit)
+        self._indicate()
+        self.call_after_refresh(self._names.ask, self._work_open, self._have_subject, self.exit)
 
     def on_unmount(self) -> None:
-        self.bars.drop()
+        self.panes.bars.drop()
+        self.measures.stop()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Leave the keys out of the footer that do nothing here."""
+        if action == "side":
+            return bool(self.subject is None or self.subject.sides)
+        if action == "step":
+            return bool(self.subject is None or self.subject.steps)
+        return True
 
     def _indicate(self) -> None:
         """Update the two lines at the top, with a mark while work is running."""
-        mark = Content.styled(" reading… ", "reverse") if self.busy else Content("")
-        self.head.update(Content.assemble(mark, (printable(self._path), "bold"), "\n", self._facts))
+        if self.measures.busy:
+            mark = Content.styled(f" {self.measures.progress}, Esc stops ", "reverse")
+        else:
+            waiting = self._names.busy or self.panes.busy
+            mark = Content.styled(" reading… ", "reverse") if waiting else Content("")
+        self.head.update(Content.assemble((printable(self._path), "bold"), " ", mark, "\n", self._facts))
 
-    # -- opening, states, filters
+    # -- opening, states, steps
 
-    def _work_open(self) -> tuple[CheckpointView, CheckpointView, Levels, str]:
-        base, view = self._open()
-        return base, view, Levels(view), _summary(view)
+    def _work_open(self) -> tuple[Subject, Rows, str]:
+        return self._prepared(self._open(), "")
 
-    def _have_view(self, found: tuple[CheckpointView, CheckpointView, Levels, str]) -> None:
-        self.base, self.view, levels, text = found
-        self.entry = None  # the next entry at the cursor is a new one, even if its name is the same
-        self._facts = Content.assemble((printable(self.view.state), "bold"), " | ", text)
-        problems = oddities(self.view)
+    def _prepared(self, subject: Subject, text: str) -> tuple[Subject, Rows, str]:
+        return subject, self._rows_of(subject, text), subject.facts
+
+    def _rows_of(self, subject: Subject, text: str) -> Rows:
+        value = self.measures.farness if isinstance(subject, Pair) else self.measures.norm
+        rows = Rows(chosen(subject.view, text), value, _FOUND if text else OPENED)
+        before = self.rows
+        if before is not None:
+            rows.fold, rows.flat, rows.order, rows.reverse = before.fold, before.flat, before.order, before.reverse
+            if (rows.fold, rows.flat, rows.order, rows.reverse) != (True, False, ORDERS[0], False):
+                rows.arrange()
+        return rows
+
+    def _have_subject(self, found: tuple[Subject, Rows, str]) -> None:
+        self.subject, rows, text = found
+        self.side = self.side or (self.subject.sides[0] if self.subject.sides else "")
+        self.row = None
+        self.measures.stop()
+        self.measures.found.clear()
+        side = f" | shown: {self.side}" if self.side else ""
+        self._facts = Content.assemble((printable(self.subject.view.state), "bold"), " | ", text, (side, "bold"))
+        self.slider.show(self.subject.steps, self.subject.step if isinstance(self.subject, Run) else 0)
+        problems = self.subject.problems
         lines = [printable(p) for p in problems[:_PROBLEMS]]
         if len(problems) > _PROBLEMS:
             lines.append(f"{and_more(len(problems) - _PROBLEMS, 'problems')} (p shows them all)")
         self.problems.set_class(bool(lines), "some")
         self.problems.update(Content("\n".join(lines)))
-        self._indicate()
-        self._have_levels(levels)
+        self.names.heads, self.names.extra = (), lambda row: ()
+        self._have_rows(rows)
+        self.refresh_bindings()
+        if isinstance(self.subject, Pair):
+            self._compare(self.subject)
 
-    def _have_levels(self, levels: Levels) -> None:
-        self._levels = levels
-        self.names.show(levels, self._at)
-        if not levels.whole.tensors:
-            self._look(levels.whole)
+    def _have_rows(self, rows: Rows) -> None:
+        self.rows = rows
+        self.names.found = self._searched.lower()
+        self.names.show(rows, self._at)
+        self.titles.update(Content(self.names.header()))
+        self._indicate()
+
+    def _error(self, error: Exception) -> None:
+        self.notify(printable(error_text(error)), severity="error", markup=False)
+
+    def _change(self, change: Callable[[], Subject]) -> None:
+        """Show another subject, which ``change`` makes on a thread."""
+        text = self.filter.value
+        self._searched = text
+        self._names.ask(lambda: self._prepared(change(), text), self._have_subject, self._error)
 
     def action_state(self) -> None:
-        if self.base is not None and self.view is not None:
-            states = [*self.base.states, _STORED]
-            self.push_screen(screens.States(states, self.view.state), self._choose)
+        if self.subject is not None:
+            self.push_screen(screens.States(self.subject.states, self.subject.view.state), self._choose)
 
     def _choose(self, state: str | None) -> None:
-        base, text = self.base, self.filter.value
-        if state is None or base is None:
+        subject = self.subject
+        if state is not None and subject is not None:
+            self._change(lambda: subject.of(state))
+
+    def action_step(self, by: int) -> None:
+        subject = self.subject
+        if isinstance(subject, Run):
+            n = subject.steps.index(subject.step) + by
+            if 0 <= n < len(subject.steps):
+                self._go_to_step(subject, subject.steps[n])
+
+    def on_slider_moved(self, event: Slider.Moved) -> None:
+        if isinstance(self.subject, Run):
+            self._go_to_step(self.subject, event.step)
+
+    def _go_to_step(self, run: Run, step: int) -> None:
+        self._change(lambda: run.at(step))
+
+    def action_side(self) -> None:
+        subject = self.subject
+        if subject is None or not subject.sides:
             return
+        self.side = subject.sides[(subject.sides.index(self.side) + 1) % len(subject.sides)]
+        self._facts = Content.assemble(
+            (printable(subject.view.state), "bold"), " | ", subject.facts, (f" | shown: {self.side}", "bold")
+        )
+        self._indicate()
+        self.panes.show(subject, self.row, self.side)
 
-        def work() -> tuple[CheckpointView, CheckpointView, Levels, str]:
-            view = _state(base, state)
-            return base, view, Levels(chosen(view, text)), _summary(view)
+    # -- searching and ordering
 
-        self._filtered = text
-        self._names.ask(work, self._have_view, self._name_error)
-
-    def action_filter(self) -> None:
+    def action_search(self) -> None:
         self.filter.focus()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         if event.input.id == "filter":
-            self.set_timer(_PAUSE, partial(self._filter, event.value))
+            self.set_timer(_PAUSE, partial(self._search, event.value))
 
-    def _filter(self, text: str) -> None:
-        view = self.view
-        if view is not None and text == self.filter.value:  # the user has stopped typing
-            self._filtered = text
-            self._names.ask(lambda: Levels(chosen(view, text)), self._have_levels, self._name_error)
+    def _search(self, text: str) -> None:
+        subject = self.subject
+        if subject is not None and text == self.filter.value:  # the user has stopped typing
+            self._searched = text
+            self._names.ask(lambda: self._rows_of(subject, text), self._have_rows, self._error)
 
-    def _name_error(self, error: Exception) -> None:
-        self.notify(printable(error_text(error)), severity="error", markup=False)
+    def arrange(self, order: Any, reverse: bool) -> None:
+        """Order the names."""
+        if self.rows is not None:
+            self.rows.order, self.rows.reverse = order, reverse
+            self.names.arrange()
+            what = {"value": "difference" if isinstance(self.subject, Pair) else "norm"}.get(order, order)
+            self.notify(f"ordered by {what}{', reversed' if reverse else ''}", timeout=1.5, markup=False)
+
+    def action_order(self) -> None:
+        if self.rows is not None:
+            orders = ORDERS if self.names.heads else ORDERS[:-1]
+            self.arrange(orders[(orders.index(self.rows.order) + 1) % len(orders)], False)
+
+    def action_reverse(self) -> None:
+        if self.rows is not None:
+            self.arrange(self.rows.order, not self.rows.reverse)
+
+    def action_fold(self) -> None:
+        if self.rows is not None:
+            self.rows.fold = not self.rows.fold
+            self.names.arrange()
+
+    def action_flat(self) -> None:
+        if self.rows is not None:
+            self.rows.flat = not self.rows.flat
+            self.names.arrange()
 
     def action_leave(self) -> None:
-        """Go back one step: stop a histogram, leave the index, or clear the filter."""
-        box = self.filter
-        if self.bars.stop():
+        """Go back one step: stop reading, leave the index, or clear the search."""
+        if self.measures.stop() or self.panes.bars.stop():
             return
-        if self.focused is self.index:
-            self.grid.focus()
+        if self.focused is self.panes.index:
+            self.panes.grid.focus()
         else:
-            if self.focused is box or self.focused is self.names:
-                box.value = ""
+            if self.focused is self.filter or self.focused is self.names:
+                self.filter.value = ""
             self.names.focus()
-
-    # -- the entry at the cursor
-
-    def on_tree_node_highlighted(self, event: NameTree.NodeHighlighted[Row]) -> None:
-        entry = event.node.data
-        late = self.names.moving or event.node is not self.names.cursor_node
-        if not isinstance(entry, Entry) or late:
-            return
-        if entry != self.entry:  # a filter may change the label of the same entry: keep what is shown
-            self._look(entry)
-
-    def on_tree_node_selected(self, event: NameTree.NodeSelected[Row]) -> None:
-        if isinstance(event.node.data, Entry) and event.node.data.leaf:
-            self.action_values()
-
-    def _look(self, entry: Entry) -> None:
-        """Show what is known about a tensor or a level without reading tensor data."""
-        self.entry, self._at, self._index, self._map = entry, entry.start, None, None
-        self._values.drop()
-        view, levels, t = self.view, self._levels, self.tensor
-        assert view is not None and levels is not None  # an entry exists only if both do
-        self.index.value = ""
-        self.grid.show(None)
-        hint = "" if t is None else f"v reads values of {kind(t)}"
-        self._tell(hint or "choose a tensor")
-        self.bars.show(t)
-        self.fragments.update("choose a tensor" if t is None else "")
-        self._show_code()
-
-        def work() -> tuple[Content, Drawing | None]:
-            if t is None:
-                shown = levels.view
-                names = list(shown.names.below(entry.start[:-1]) if entry.start else shown)
-                return detail.drawn(detail.of_prefix(shown, entry, names)), None
-            return detail.drawn(detail.of_tensor(view, entry.start)), drawing(t) if t.numel() else None
-
-        self._about.ask(work, self._have_about, lambda e: self.about.update(error_content(e)))
-
-    def _have_about(self, found: tuple[Content, Drawing | None]) -> None:
-        about, self._map = found
-        self.about.update(about)
-        self._draw_map()
-
-    @property
-    def _width(self) -> int:
-        """Columns of a drawing: the width of the right side without padding and scroll bar."""
-        return self.tabs.size.width - 4
-
-    def _draw_map(self) -> None:
-        if self._map is not None:
-            self.fragments.update(fragments.drawn(self._map, self._width))
-        elif self.tensor is not None:
-            self.fragments.update("it has no elements")
-
-    def on_resize(self) -> None:
-        if self._map is not None:
-            self.call_after_refresh(self._draw_map)
-
-    def action_tab(self, tab: str) -> None:
-        self.tabs.active = tab
-
-    def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
-        self._show_code()
-
-    # -- values
-
-    def action_values(self) -> None:
-        self.action_tab("values")
-        if self.tensor is not None:
-            self._read()
-
-    def action_index(self) -> None:
-        self.action_tab("values")
-        self.index.focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         if event.input.id == "filter":
             self.names.focus()
-        elif self.tensor is not None:
-            self._read()
+        else:
+            self.panes.read_values()
 
-    def _read(self) -> None:
-        """Show the values that the index selects, starting at the first."""
-        t, grid = self.tensor, self.grid
-        assert t is not None  # the callers check it
-        text = self.index.value.strip()
-        try:
-            part = t.lazy[parse_index(text)] if text else t
-        except Exception as e:
-            self._tell(error_text(e), wrong=True)
+    # -- the row at the cursor, and its numbers
+
+    def on_names_moved(self) -> None:
+        row = self.names.row
+        before = self.row
+        self.row = row
+        if row is not None:
+            self._at = row.start
+        if row is not None and before is not None and row.key == before.key:
+            return  # a search may change the label of the same row: keep what is shown
+        if self.subject is not None:
+            self.panes.show(self.subject, row, self.side)
+
+    def on_names_chosen(self) -> None:
+        self.panes.action_tab("values")
+        self.panes.read_values()
+
+    def _compare(self, pair: Pair) -> None:
+        """Show columns of differences, and compare unless that reads too much to do it without being asked."""
+        self.names.heads, self.names.extra = ("relative", "cosine", "max"), self._of_pair
+        names = list(pair.view)
+        sizes = (sum(t.nbytes for t in both if t is not None) for both in map(pair.both, names) if same_shape(both))
+        total = 0
+        for size in sizes:
+            total += size
+            if total > AT_ONCE:
+                self.notify(f"e and a compare all tensors: more than {AT_ONCE >> 30} GiB are read", markup=False)
+                return
+        self.measures.start(pair, names)
+
+    def _of_pair(self, row: Row) -> tuple[Mark, ...]:
+        worst = self.measures.worst(row)
+        if worst is None:
+            return ()
+        if worst.status in ("only in a", "only in b"):
+            return (worst.status.replace(" a", " A").replace(" b", " B"), "warn"), ("", ""), ("", "")
+        if worst.status == "shape":
+            return ("shape", "warn"), ("", ""), ("", "")
+        style = _CLASSES[degree(worst)]
+        most = "" if worst.max_abs is None else f"{worst.max_abs:.3g}"
+        relative = "equal" if worst.status == "equal" else relative_text(worst)
+        return (relative, style), (cosine_text(worst.cosine) if worst.status != "equal" else "", style), (most, style)
+
+    def _of_norm(self, row: Row) -> tuple[Mark, ...]:
+        norm = self.measures.norm(row)
+        return () if norm is None else ((f"{norm:.4g}", ""),)
+
+    def action_norms(self) -> None:
+        """Read the norms of all tensors that are listed."""
+        subject = self.subject
+        if subject is None or self.rows is None or isinstance(subject, Pair):
             return
-        self._index = text or None
-        self._tell(f"{kind(part)}" + (f" of {kind(t)}" if text else ""))
-        grid.focus()
-        grid.show(part)
+        self.names.heads, self.names.extra = ("norm",), self._of_norm
+        self.measures.start(subject, list(self.rows.view))
+        self._measured()
 
-    def on_grid_wanted(self) -> None:
-        grid = self.grid
-        if grid.tensor is not None and grid.size.height:
-            self._values.ask(grid.read, self._have_values, self._values_error)
+    def _measured(self) -> None:
+        self._indicate()
+        self.names.renumber()
+        self.panes.renew()
+        if not self.measures.busy and self.rows is not None and self.rows.order == "value":
+            self.names.arrange()
 
-    def _have_values(self, found: Any) -> None:
-        grid = self.grid
-        grid.window = found
-        grid.refresh()
-        self._show_code()
+    # -- panes
 
-    def _values_error(self, error: Exception) -> None:
-        self.grid.show(None)
-        self._tell(error_text(error), wrong=True)
+    def action_tab(self, tab: str) -> None:
+        self.panes.action_tab(tab)
 
-    def _tell(self, text: str, wrong: bool = False) -> None:
-        self.told.set_class(wrong, "wrong")
-        self.told.update(Content(printable(text)))
-
-    # -- histogram
-
-    def action_histogram(self) -> None:
-        self._histogram(whole=False)
+    def action_index(self) -> None:
+        self.action_tab("values")
+        self.panes.index.focus()
 
     def action_all(self) -> None:
-        self._histogram(whole=True)
-
-    def _histogram(self, whole: bool) -> None:
-        t = self.tensor
-        self.action_tab("histogram")
-        if t is not None:
-            self.names.focus()
-            self.bars.read(t, whole, self._width)
+        self.panes.read_all()
 
     # -- the line of Python and the remaining actions
 
     @property
     def line(self) -> str:
         """The Python expression that reads what is shown."""
-        base, view, entry = self.base, self.view, self.entry
-        if base is None or view is None or entry is None:
-            return self._opened
-        found = code.of_state(self._opened, None if view.state == base.state else view.state)
-        if not entry.start and not entry.leaf:
-            return found
-        grid = self.grid
-        if self.tensor is None:
-            return f'{found}[{code.quoted(entry.start[:-1])}].to("cpu")'
-        found += f"[{code.quoted(entry.start)}]"
-        if self.tabs.active != "values" or grid.tensor is None or grid.window is None:
-            return f"{found}[...]"
-        shown = grid.window
-        shape = grid.tensor.shape if shown.cells else ()
-        return found + code.of_window(self._index, shape, shown.first, shown.last)
+        subject, row = self.subject, self.row
+        if subject is None or row is None:
+            return ""
+        if row.folded or not row.leaf:
+            start = row.parent.start if row.folded and row.parent is not None else row.start
+            return subject.line(start[:-1], False, self.side)
+        return subject.line(row.start, True, self.side) + (self.panes.window or "[...]")
 
     def _show_code(self) -> None:
         self.code.update(Content(self.line))
 
-    def action_copy(self) -> None:
-        self.copy_to_clipboard(self.line)
-        self.notify("copied (if the terminal supports OSC 52); the line is above the keys", markup=False)
+    def _copy(self, text: str) -> None:
+        self.copy_to_clipboard(text)
+        self.notify(f"copied (if the terminal supports OSC 52): {printable(text)[:60]}", timeout=2, markup=False)
+
+    def action_copy_name(self) -> None:
+        if self.row is not None:
+            self._copy(printable(self.row.start if self.row.leaf else self.row.start[:-1]))
+
+    def action_copy_line(self) -> None:
+        self._copy(self.line)
+
+    def action_meta(self) -> None:
+        if self.subject is not None:
+            facts: Sequence[tuple[str, str]] = facts_of(self.subject.one.view)
+            self.push_screen(screens.metadata(facts, self.subject.metas))
 
     def action_problems(self) -> None:
-        if self.view is not None:
-            self.push_screen(screens.problems(oddities(self.view)))
+        if self.subject is not None:
+            self.push_screen(screens.problems(self.subject.problems))
 
     def action_keys(self) -> None:
         self.push_screen(screens.keys())
 
     def action_theme(self) -> None:
         self.theme = "textual-light" if self.current_theme.dark else "textual-dark"
-
-
-def _state(base: CheckpointView, state: str) -> CheckpointView:
-    if state == base.state:
-        return base
-    return base.stored if state == _STORED else base.states[state]
-
-
-def _summary(view: CheckpointView) -> str:
-    """Return format, mesh and counts; the other parts of a summary are elsewhere on the screen."""
-    return " | ".join(facts(view)[:3])

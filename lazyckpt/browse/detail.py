@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual.content import Content
 
 from ..core.expr import formula
 from ..core.units import human_bytes, human_count, plural
 from ..errors import LazyckptError, and_more, printable
-from ..lazy import cost_of
+from ..lazy import LazyArray, cost_of
 from ..show.text import kind
 from ..view import CheckpointView
-from .tree import Entry
+from .rows import Row, dtypes
+
+if TYPE_CHECKING:
+    from ..inspect.diff import Difference
 
 # -- The line of Python that reads what the screen shows.
 
@@ -80,7 +82,9 @@ def of_window(index: str | None, shape: Sequence[int], first: Sequence[int], las
 
 _LINES = 200  # maximum number of lines of files and byte ranges
 _TIED = 20  # maximum number of tied names
-_COUNTED = 20_000  # dtypes are counted for at most this many tensors
+_COUNTED = 50_000  # kinds of tensors are counted for at most this many tensors
+_KINDS = 12  # maximum number of kinds of tensors
+_SAID = 5  # maximum number of problems of a level
 
 Detail = list[tuple[str, str]]  # (label, text) pairs; the label "error" marks an error
 
@@ -112,17 +116,90 @@ def of_tensor(view: CheckpointView, name: str) -> Detail:
     return found
 
 
-def of_prefix(view: CheckpointView, entry: Entry, names: list[str]) -> Detail:
-    """Return counts and sizes of the tensors below an entry, whose names are ``names``."""
-    found = [("prefix", entry.start[:-1])] if entry.start else []
+def of_level(row: Row, view: CheckpointView, problems: Sequence[str], states: Sequence[str]) -> Detail:
+    """Return what is known about the tensors of a row: counts and sizes, dtypes, the kinds of tensors that it has, the
+    states that have the same names, and the problems that mention them."""
+    found = [("level", row.start[:-1] or "all")]
+    if row.folded:
+        one = row.nodes[0]
+        found.append(
+            ("alike", f"{len(row.nodes):,} levels of {human_bytes(one.nbytes)}: equal names, shapes and dtypes")
+        )
+    numel, nbytes = row.numel, row.nbytes
     found += [
-        ("tensors", f"{entry.tensors:,}"),
-        ("elements", f"{entry.numel:,}" + (f" ({human_count(entry.numel)})" if entry.numel >= 10_000 else "")),
-        ("size", f"{entry.nbytes:,} bytes ({human_bytes(entry.nbytes)})"),
+        ("tensors", f"{row.tensors:,}"),
+        ("elements", f"{numel:,}" + (f" ({human_count(numel)})" if numel >= 10_000 else "")),
+        ("size", f"{nbytes:,} bytes ({human_bytes(nbytes)})"),
     ]
-    if len(names) <= _COUNTED:
-        dtypes = Counter(view[name].spec.dtype.short for name in names)
-        found += [("dtype", f"{dtype}: {plural(count, 'tensor')}") for dtype, count in dtypes.most_common()]
+    of = dtypes(row.node)
+    times = len(row.nodes)
+    for n, (dtype, tensors, size) in enumerate(of):
+        share = f", {100 * size / sum(s for _, _, s in of):.1f} %" if len(of) > 1 and size else ""
+        found.append(
+            ("" if n else "dtypes", f"{dtype}: {plural(times * tensors, 'tensor')}, {human_bytes(times * size)}{share}")
+        )
+    if states:
+        found.append(("states", ", ".join(states)))
+    found += [("" if n else "kinds", line) for n, line in enumerate(_kinds(row))]
+    start = row.node.start if row.folded else row.start
+    about = [line for line in problems if start and start[:-1] in line]
+    found += [("" if n else "problems", line) for n, line in enumerate(about[:_SAID])]
+    if len(about) > _SAID:
+        found.append(("", and_more(len(about) - _SAID)))
+    return found
+
+
+def _kinds(row: Row) -> list[str]:
+    """Return the kinds of tensors of a level, the most bytes first: names without numbers, with counts and sizes."""
+    from ..show.differences import template
+
+    if row.node.tensors > _COUNTED:
+        return []
+    found: dict[tuple[tuple[str, ...], str], tuple[int, int]] = {}
+    of, start = row.node.outline, len(row.node.start)
+    for n in range(row.node.low, row.node.high):
+        spec = of.spec(n)
+        key = template(of.names[n][start:])[0], kind(spec)
+        count, nbytes = found.get(key, (0, 0))
+        found[key] = count + 1, nbytes + (spec.nbytes if of.names[n] not in of.twice else 0)
+    rows = sorted(found.items(), key=lambda item: -item[1][1])
+    times = len(row.nodes)
+    cells = [
+        (human_bytes(times * nbytes), f"{times * count:,} x", ".".join(parts), what)
+        for (parts, what), (count, nbytes) in rows[:_KINDS]
+    ]
+    widths = [max(len(printable(one[c])) for one in cells) for c in range(3)] if cells else []
+    lines = [
+        f"{size:>{widths[0]}}  {count:>{widths[1]}} {name:<{widths[2]}}  {what}" for size, count, name, what in cells
+    ]
+    return [*lines, *([and_more(len(rows) - _KINDS)] if len(rows) > _KINDS else [])]
+
+
+def of_pair(name: str, pair: tuple[LazyArray | None, LazyArray | None], row: Difference | None) -> Detail:
+    """Return what two tensors are and, if they have been compared, how they differ."""
+    from ..show.differences import cosine_text, relative_text
+
+    found = [("name", name)]
+    found += [(side, "missing" if t is None else kind(t)) for side, t in zip("AB", pair, strict=True)]
+    if row is None:
+        return found
+    if row.error is not None:
+        return [*found, ("error", row.error)]
+    if row.status == "equal":
+        return [*found, ("equal", "all elements are equal")]
+    if row.count is not None:
+        total = pair[0].numel() if pair[0] is not None else 0
+        share = f" ({100 * row.count / total:.3g} %)" if total else ""
+        found.append(("differ", f"{row.count:,} of {total:,} elements{share}"))
+        if row.at is not None:
+            found.append(("first at", str(list(row.at))))
+    norms = [f"{text} {value:.6g}" for text, value in (("A", row.norm_a), ("B", row.norm_b)) if value is not None]
+    for label, text in (
+        ("relative", relative_text(row)), ("cosine", cosine_text(row.cosine)),
+        ("maximum", "" if row.max_abs is None else f"{row.max_abs:.6g}"), ("norms", ", ".join(norms)),
+    ):  # fmt: skip
+        if text:
+            found.append((label, text))
     return found
 
 
@@ -134,7 +211,7 @@ def drawn(detail: Detail) -> Content:
         if what == "error":
             lines.append(Content.styled(f"cannot be read: {printable(text)}", "$text-error"))
         else:
-            style = "bold" if what in ("name", "prefix") else ""
+            style = "bold" if what in ("name", "level") else ""
             head = f"{what:<{width}}  " if what else "  "
             lines.append(Content.assemble((head, "$text-accent"), (printable(text), style)))
     return Content("\n").join(lines)

@@ -19,6 +19,9 @@ def drawn(d: Drawing, width: int) -> Content:
     """Return a map of ``width`` columns, to scale, with a legend of the letters."""
     if not d.blocks:
         return Content("no file holds elements of it")
+    if len(d.holders) == 1 and d.complete and not d.holders[0].missing:
+        path = printable(d.holders[0].path)
+        return Content.assemble("One file has all of it: ", (path, "bold"), f", {plural(d.blocks, 'block')}.")
     number = {holder: n for n, holder in enumerate(d.holders)}
     height = 2 if d.row_dim is None else min(_HEIGHT, max(2, d.rows[1] - d.rows[0]))
     grid = _grid(d, max(8, width), height)

@@ -13,8 +13,8 @@ from textual.content import Content
 from textual.message import Message
 from textual.widget import Widget
 
+from ..lazy import LazyArray
 from ..show.values import as_numbers
-from ..tensor import LazyTensor
 
 # -- A window of the elements of a tensor, as rows and columns of text. Only the window is read.
 
@@ -33,7 +33,7 @@ class Window:
     last: tuple[int, ...]
 
 
-def cell_width(t: LazyTensor) -> int:
+def cell_width(t: LazyArray) -> int:
     """Return the width of a column: the number of characters of the widest value of the dtype."""
     if t.dtype.is_complex:
         return 23
@@ -42,19 +42,19 @@ def cell_width(t: LazyTensor) -> int:
     return {1: 5, 2: 6, 4: 11}.get(t.itemsize, 20)
 
 
-def extent(t: LazyTensor, width: int) -> tuple[int, int]:
+def extent(t: LazyArray, width: int) -> tuple[int, int]:
     """Return the numbers of rows and columns of the whole tensor; a vector is wrapped at ``width`` columns."""
     if t.ndim < 2:
         return -(-t.numel() // width), min(width, t.numel())
     return prod(t.shape[:-1]), t.shape[-1]
 
 
-def label_width(t: LazyTensor) -> int:
+def label_width(t: LazyArray) -> int:
     """Return the number of characters of a row's label."""
     return sum(len(str(n)) + 1 for n in (t.shape if t.ndim < 2 else t.shape[:-1])) or 1
 
 
-def window(t: LazyTensor, row: int, col: int, height: int, width: int) -> Window:
+def window(t: LazyArray, row: int, col: int, height: int, width: int) -> Window:
     """Read at most ``height`` rows and ``width`` columns from (``row``, ``col``) on. Raises the errors of reading."""
     height = max(1, min(height, _MOST // max(1, width)))
     if not t.numel():
@@ -76,7 +76,7 @@ def window(t: LazyTensor, row: int, col: int, height: int, width: int) -> Window
     return Window(tuple(labels), heads, tuple(cells), (*above, first, col), (*below, last, right - 1))
 
 
-def _line(t: LazyTensor, row: int, height: int, width: int) -> Window:
+def _line(t: LazyArray, row: int, height: int, width: int) -> Window:
     if t.ndim == 0:
         return Window(("",), ("",), ((_text(as_numbers(t[...])[()]),),), (), ())
     start, stop = row * width, min(t.numel(), (row + height) * width)
@@ -86,7 +86,7 @@ def _line(t: LazyTensor, row: int, height: int, width: int) -> Window:
     return Window(labels, tuple(f"+{n}" for n in range(len(cells[0]))), cells, (start,), (stop - 1,))
 
 
-def _lead(t: LazyTensor, row: int) -> tuple[Sequence[int], int]:
+def _lead(t: LazyArray, row: int) -> tuple[Sequence[int], int]:
     """Return the leading indices of a row and its index along the second to last dimension."""
     outer, inner = divmod(row, t.shape[-2])
     lead = []
@@ -109,16 +109,16 @@ class Grid(Widget, can_focus=True):
     """A view of a window of elements. It posts `Wanted` when the window moves; the application sets ``window``."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up", "move(-1, 0)", "up", show=False),
-        Binding("down", "move(1, 0)", "down", show=False),
-        Binding("left", "move(0, -1)", "left", show=False),
-        Binding("right", "move(0, 1)", "right", show=False),
+        Binding("up,k", "move(-1, 0)", "up", show=False),
+        Binding("down,j", "move(1, 0)", "down", show=False),
+        Binding("left,h", "move(0, -1)", "left", show=False),
+        Binding("right,l", "move(0, 1)", "right", show=False),
         Binding("pageup", "page(-1, 0)", "page up", show=False),
         Binding("pagedown,space", "page(1, 0)", "page down", show=False),
         Binding("shift+left,less_than_sign", "page(0, -1)", "page left", show=False),
         Binding("shift+right,greater_than_sign", "page(0, 1)", "page right", show=False),
-        Binding("home", "edge(False)", "top", show=False),
-        Binding("end", "edge(True)", "bottom", show=False),
+        Binding("home,g", "edge(False)", "top", show=False),
+        Binding("end,G", "edge(True)", "bottom", show=False),
     ]
 
     class Wanted(Message):
@@ -126,11 +126,11 @@ class Grid(Widget, can_focus=True):
 
     def __init__(self) -> None:
         super().__init__(id="grid")
-        self.tensor: LazyTensor | None = None
+        self.tensor: LazyArray | None = None
         self.window: Window | None = None
         self.row = self.col = 0
 
-    def show(self, t: LazyTensor | None) -> None:
+    def show(self, t: LazyArray | None) -> None:
         """Show another tensor from its first element on, or nothing if it is None."""
         self.tensor, self.window, self.row, self.col, self.at_end = t, None, 0, 0, False
         self.refresh()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from textual.app import App
 from textual.content import Content
 from textual.widgets import Static
 
 from ..core.units import human_bytes, plural
-from ..inspect.stats import stats_of
-from ..inspect.table import Stats
+from ..lazy import LazyArray
 from ..show.values import Sample, sample
-from ..tensor import LazyTensor
 from .background import Background, error_content
+
+if TYPE_CHECKING:
+    from ..inspect.table import Stats
 
 # -- A histogram as columns of blocks.
 
@@ -68,25 +69,30 @@ class Histogram(Static):
         super().__init__(markup=False)
         self._work = Background(app, changed)
         self._executor: ThreadPoolExecutor | None = None
+        self._of: LazyArray | None = None  # what is drawn or being read
 
     @property
     def busy(self) -> bool:
         return self._work.busy
 
-    def show(self, t: LazyTensor | None) -> None:
+    def show(self, t: LazyArray | None) -> None:
         """Show the hint for another tensor, or for none."""
         self.drop()
-        self.update("choose a tensor" if t is None else f"h: a sample, a: all elements {_size(t)}")
+        self._of = None
+        self.update("choose a tensor" if t is None else f"b: a sample, a: all elements {_size(t)}")
 
-    def read(self, t: LazyTensor, whole: bool, width: int) -> None:
+    def read(self, t: LazyArray, whole: bool, width: int) -> None:
         """Read all elements, or a sample, and draw the histogram in at most ``width`` columns."""
         self.drop()
+        self._of = t
         executor = self._executor = ThreadPoolExecutor(thread_name_prefix="lazyckpt-browse") if whole else None
         self.update(f"reading {f'all elements {_size(t)}; Esc stops' if whole else 'a sample'}…")
 
         def work() -> Content:
             if executor is None:
                 return of_sample(sample(t), width)
+            from ..inspect.stats import stats_of
+
             return of_stats(stats_of(t, BINS, executor, _MEMORY, progress=False), t.nbytes, width)
 
         def done(found: Content) -> None:
@@ -95,12 +101,16 @@ class Histogram(Static):
 
         self._work.ask(work, done, lambda e: done(error_content(e)))
 
+    def read_from(self, t: LazyArray) -> bool:
+        """Return whether a histogram of a tensor is shown or being read."""
+        return self._of is t
+
     def stop(self) -> bool:
         """Stop reading all elements. Return whether that was in progress."""
         if self._executor is None:
             return False
         self.drop()
-        self.update("stopped; h: a sample, a: all elements")
+        self.update("stopped; b: a sample, a: all elements")
         return True
 
     def drop(self) -> None:
@@ -111,5 +121,5 @@ class Histogram(Static):
         self._work.drop()
 
 
-def _size(t: LazyTensor) -> str:
+def _size(t: LazyArray) -> str:
     return f"({plural(t.numel(), 'element')}, {human_bytes(t.nbytes)})"

@@ -1,44 +1,74 @@
-"""Modal screens of the browser: the choice of a state, the list of problems, and the keys."""
+"""Modal screens of the browser: the choice of a state, problems, metadata, and the keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from textual.app import ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
-from ..errors import printable
+from ..errors import and_more, printable
 
-KEYS = (
-    ("↑ ↓", "move; Enter or Space opens and closes a level"),
-    ("/", "filter: a part of a name, or a glob (*.norm.weight)"),
-    ("Esc", "clear the filter, stop a histogram; back to the names"),
-    ("s", "state: weights, fp32, exp_avg, ..., as stored"),
-    ("d", "tensor: description, and which bytes of which files hold it"),
-    ("m", "map: which file holds which block"),
-    ("v, Enter", "values: reads only what is shown"),
-    ("i", "index of the values, as in Python: 0:8, ::64"),
-    ("arrows, PgUp/Dn", "move in the values; < > by a page, Home, End"),
-    ("h", "histogram of a sample (4 MiB are read)"),
-    ("a", "histogram and statistics of all elements"),
-    ("c", "copy the line of Python that reads what is shown"),
-    ("p", "problems: all of them"),
-    ("t", "light or dark"),
-    ("Tab", "next part of the screen"),
-    ("q", "quit"),
+_META = 2000  # maximum number of lines of metadata
+
+KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "Names",
+        (
+            ("j k, ↓ ↑", "move; g G the first and the last, PgUp PgDn, ^u ^d"),
+            ("l h, → ←", "open and close a level; ⏎ or two clicks, too"),
+            ("/", "search as you type: a part of a name, or a glob (*.norm.weight)"),
+            ("o O", "order by name, size, dtype, norm or difference; O reverses it"),
+            ("u", "unfold layers that are alike, or fold them"),
+            ("L", "a flat list of all tensors, or the tree"),
+            ("n", "read the norms of all tensors that are listed"),
+            ("y c", "copy the name; copy the line of Python that reads what is shown"),
+        ),
+    ),
+    (
+        "Panes",
+        (
+            ("1 d", "what it is: sizes, dtypes, where its bytes lie"),
+            ("2 m", "heat map; + - zoom, arrows pan, 0 all, a mean or largest; wheel and drag, too"),
+            ("3 v", "values: reads only what is shown; i an index as in Python: 0:8, ::64; < > by a page"),
+            ("4 b", "histogram of a sample (4 MiB are read); a reads all elements"),
+            ("5 f", "files: which one holds which block"),
+            ("6 e", "changes: over the steps of a run, or between two checkpoints"),
+            ("Tab", "the next part of the screen"),
+        ),
+    ),
+    (
+        "What is shown",
+        (
+            ("s", "state: weights, fp32, exp_avg, ..., as stored"),
+            ("[ ]", "the step before, and the next one, of a run"),
+            ("w", "of two checkpoints: the difference, A or B"),
+            ("M", "metadata and a summary"),
+            ("p", "problems: all of them"),
+            ("t", "light or dark"),
+            ("Esc", "stop reading; leave the search; back to the names"),
+            ("q", "quit"),
+        ),
+    ),
 )
 
 
 class Text(ModalScreen[None]):
     """A modal screen of text; Esc closes it."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [("escape,q,question_mark", "dismiss", "Close")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,question_mark,M,p", "dismiss", "Close", show=False),
+        Binding("j", "scroll(1)", "down", show=False),
+        Binding("k", "scroll(-1)", "up", show=False),
+        Binding("g", "edge(False)", "top", show=False),
+        Binding("G", "edge(True)", "bottom", show=False),
+    ]
 
     def __init__(self, title: str, lines: Sequence[Content]) -> None:
         super().__init__()
@@ -48,26 +78,64 @@ class Text(ModalScreen[None]):
         with VerticalScroll(classes="sheet") as box:
             box.border_title = Content(self._title)
             box.border_subtitle = Content("Esc closes")
-            yield Static(Content("\n").join(self._lines))
+            yield Static(Content("\n").join(self._lines), markup=False)
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
 
+    def action_scroll(self, lines: int) -> None:
+        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
+
+    def action_edge(self, end: bool) -> None:
+        box = self.query_one(VerticalScroll)
+        (box.scroll_end if end else box.scroll_home)(animate=False)
+
 
 def keys() -> Text:
-    width = max(len(key) for key, _ in KEYS)
-    return Text("Keys", [Content.assemble((f"{key:<{width}}  ", "$text-accent"), text) for key, text in KEYS])
+    """Return the screen of the keys."""
+    width = max(len(key) for _, part in KEYS for key, _ in part)
+    lines: list[Content] = []
+    for title, part in KEYS:
+        lines += [Content("")] if lines else []
+        lines.append(Content.styled(title, "bold"))
+        lines += [Content.assemble((f"  {key:<{width}}  ", "$text-accent"), text) for key, text in part]
+    return Text("Keys", lines)
 
 
 def problems(lines: Sequence[str]) -> Text:
-    shown = [Content(printable(line)) for line in lines] or [Content("there are none")]
-    return Text("Problems", shown)
+    """Return the screen of the problems."""
+    shown = [Content.assemble(("• ", "$text-warning"), printable(line)) for line in lines]
+    return Text("Problems", shown or [Content("there are none")])
+
+
+def metadata(facts: Sequence[tuple[str, str]], metas: Sequence[tuple[str, Mapping[str, Any]]]) -> Text:
+    """Return the screen of a summary and of metadata as a tree. Titles tell the checkpoints of a pair apart."""
+    from ..show.about import meta_lines
+
+    width = max((len(what) for what, _ in facts), default=0)
+    lines = [Content.assemble((f"{what:<{width}}  ", "$text-accent"), value) for what, value in facts]
+    for title, meta in metas:
+        lines += [Content(""), Content.styled(f"metadata {title}".strip(), "bold")]
+        found, left_out = meta_lines(meta, limit=_META)
+        lines += [
+            Content.assemble("  " * line.depth, (line.key, "$text-primary"), f"  {line.value}" if line.value else "")
+            for line in found
+        ]
+        if not found:
+            lines.append(Content.styled("there is none", "$text-muted"))
+        if left_out:
+            lines.append(Content.styled(f"{and_more(left_out, 'lines')}: lazyckpt info prints them", "$text-muted"))
+    return Text("Metadata", lines)
 
 
 class States(ModalScreen[str | None]):
     """A modal screen to choose a state; its result is the name, or None to keep the current state."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [("escape,q", "dismiss(None)", "Close")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,s", "dismiss(None)", "Close", show=False),
+        Binding("j", "move(1)", "down", show=False),
+        Binding("k", "move(-1)", "up", show=False),
+    ]
 
     def __init__(self, states: Sequence[str], now: str) -> None:
         super().__init__()
@@ -83,8 +151,12 @@ class States(ModalScreen[str | None]):
 
     def on_mount(self) -> None:
         box = self.query_one(OptionList)
-        box.highlighted = self._states.index(self._now)
+        box.highlighted = self._states.index(self._now) if self._now in self._states else 0
         box.focus()
+
+    def action_move(self, lines: int) -> None:
+        box = self.query_one(OptionList)
+        (box.action_cursor_down if lines > 0 else box.action_cursor_up)()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self.dismiss(self._states[event.option_index])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import sys
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..errors import LazyckptError
 from ..io.storage.urls import is_url
-from ..view import CheckpointView
 from .options import (
     BaseOption,
     FormatOption,
@@ -24,9 +24,15 @@ from .options import (
     state_of,
 )
 
+if TYPE_CHECKING:
+    from ..browse.subject import One, Subject
+
 
 def browse(
     path: PathArg,
+    other: Annotated[
+        str, typer.Argument(metavar="[OTHER]", help="A checkpoint to compare with.", show_default=False)
+    ] = "",
     state: StateOption = None,
     stored: StoredOption = False,
     tag: TagOption = None,
@@ -34,9 +40,11 @@ def browse(
     rules: RulesOption = None,
     base: BaseOption = None,
 ) -> None:
-    """Browse a checkpoint interactively in the terminal.
+    """Browse a checkpoint, a run or a comparison of two checkpoints interactively in the terminal.
 
-    Shows names, details, which file holds which block, values and histograms. Only the data that is shown is read.
+    Shows names, details, heat maps, values, histograms, and which file holds which block. A folder of several
+    checkpoints is a run, with a line of its steps; --tag opens one of them alone. With OTHER, the names have the
+    colours of their differences. Only the data that is shown is read; a comparison of up to 2 GiB is read at once.
     Press ? for the keys. Needs a terminal (ssh works) and Textual: pip install 'lazyckpt[browse]'.
     """
     if find_spec("textual") is None:
@@ -49,14 +57,38 @@ def browse(
         )
     from ..browse.app import Browser
 
-    def both() -> tuple[CheckpointView, CheckpointView]:
-        view = open_view(path, None, False, tag, format, rules, base)
-        return view, state_of(view, path, state, stored)
+    def one(where: str) -> One:
+        from ..browse.subject import One
 
-    options = {"tag": tag, "format": format, "rules": None if rules is None else read_rules(rules), "base": base}
-    browser = Browser(both, path if is_url(path) else os.path.abspath(path), options)
+        view = open_view(where, None, False, tag, format, rules, base)
+        return One(view, state_of(view, where, state, stored), _opening(where, tag, format, rules, base))
+
+    def subject() -> Subject:
+        from ..browse.subject import Pair, Subject, run_of
+
+        if other:
+            return Pair(one(path), one(other))
+        if tag is None and format is None and rules is None and base is None:
+            run = run_of(path, _address(path), "stored" if stored else state)
+            if run is not None:
+                return run
+        return Subject(one(path))
+
+    browser = Browser(subject, " and ".join(_address(p) for p in (path, other) if p))
     error = browser.run()
     if error is not None:
         raise error
     if browser.return_code:  # Textual has printed the reason
         raise typer.Exit(browser.return_code)
+
+
+def _address(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(path)
+
+
+def _opening(path: str, tag: str | None, format: str | None, rules: str | None, base: str | None) -> str:
+    """Return the line of Python that opens a checkpoint."""
+    from ..browse.detail import opening
+
+    options = {"tag": tag, "format": format, "rules": None if rules is None else read_rules(rules), "base": base}
+    return opening(_address(path), options)

@@ -10,6 +10,7 @@ import typer
 from ..errors import and_more
 from ..show.text import oddities, rows, rows_of, summary
 from ..view import CheckpointView
+from . import completing
 from .console import write_line, write_text
 from .options import (
     BaseOption,
@@ -30,7 +31,13 @@ _PROBLEMS = 20  # maximum number of problems that `ls` prints
 def ls(
     path: PathArg,
     prefix: Annotated[
-        str, typer.Argument(metavar="PREFIX", help="Prefix, name or glob: layers.3.mlp", show_default=False)
+        str,
+        typer.Argument(
+            metavar="PREFIX",
+            help="Prefix, name or glob: layers.3.mlp",
+            show_default=False,
+            autocompletion=completing.tensors,
+        ),
     ] = "",
     depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the tree to print.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="Do not fold equal layers into one line.")] = False,

@@ -17,15 +17,24 @@ from ..inspect.report import SEVERITIES, FailOn
 from ..layouts.merge import user_rules
 from ..tensor import LazyTensor
 from ..view import CheckpointView
+from . import completing
 
 PathArg = Annotated[
     str, typer.Argument(metavar="PATH", help="A checkpoint: a file, a folder, a URL.", show_default=False)
 ]
-StateOption = Annotated[str | None, typer.Option(metavar="NAME", help="State to open: weights, fp32, exp_avg, ...")]
+StateOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="State to open: weights, fp32, exp_avg, ...", autocompletion=completing.states),
+]
 StoredOption = Annotated[bool, typer.Option("--stored", help="All tensors as stored, under their raw names.")]
 TagOption = Annotated[str | None, typer.Option(metavar="TAG", help="Checkpoint to open if the folder has several.")]
 FormatOption = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Reader to use (default: detect; see `lazyckpt formats`).")
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Reader to use (default: detect; see `lazyckpt formats`).",
+        autocompletion=completing.formats,
+    ),
 ]
 RulesOption = Annotated[str | None, typer.Option(metavar="FILE", help="Merge rules: a TOML file with a table [rules].")]
 BaseOption = Annotated[

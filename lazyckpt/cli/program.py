@@ -100,7 +100,6 @@ def command(name: str) -> Any:
 app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings=_SETTINGS,

@@ -10,6 +10,7 @@ import typer
 from ..core.units import human_bytes
 from ..show.text import kind
 from ..show.values import LIMIT, json_values, values
+from . import completing
 from .console import console, write_line, write_text
 from .options import (
     BaseOption,
@@ -35,6 +36,7 @@ def show(
             metavar="NAME[INDEX]",
             help="'layers.3.mlp.up.weight[0:4, ::8]'; optional if there is only one tensor",
             show_default=False,
+            autocompletion=completing.tensors,
         ),
     ] = "",
     explain: Annotated[

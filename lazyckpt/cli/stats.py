@@ -12,6 +12,7 @@ import typer
 
 from ..errors import DataError, printable
 from ..inspect.table import Stats, Table, is_odd
+from . import completing
 from .console import write_line, write_text
 from .options import (
     BaseOption,
@@ -49,7 +50,12 @@ def stats(
     path: PathArg,
     names: Annotated[
         str,
-        typer.Argument(metavar="NAMES", help="A prefix or a glob: layers.3.mlp, '*.norm.weight'", show_default=False),
+        typer.Argument(
+            metavar="NAMES",
+            help="A prefix or a glob: layers.3.mlp, '*.norm.weight'",
+            show_default=False,
+            autocompletion=completing.tensors,
+        ),
     ] = "",
     sort: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Sort, largest first: std, absmax, nan, l2, zeros, ...")

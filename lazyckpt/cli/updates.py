@@ -15,6 +15,7 @@ from ..errors import DataError, DestinationError, printable
 from ..inspect.updates import UpdateSize, UpdateTable
 from ..runs.view import RunView
 from ..show.updates import RunUpdates, Updates
+from . import completing
 from .console import write_line, write_text
 from .options import BaseOption, FormatOption, JsonOption, PathArg, TagOption, open_view, part_of
 
@@ -23,7 +24,12 @@ def updates(
     path: PathArg,
     names: Annotated[
         str,
-        typer.Argument(metavar="NAMES", help="A prefix or a glob: layers.3.mlp, '*.norm.weight'", show_default=False),
+        typer.Argument(
+            metavar="NAMES",
+            help="A prefix or a glob: layers.3.mlp, '*.norm.weight'",
+            show_default=False,
+            autocompletion=completing.tensors,
+        ),
     ] = "",
     run: Annotated[bool, typer.Option("--run", help="All checkpoints of the run in the folder, by step.")] = False,
     layers: Annotated[bool, typer.Option("--layers", help="A row for each layer, not for each parameter.")] = False,

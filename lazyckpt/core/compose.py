@@ -104,7 +104,7 @@ def averaged(name: str, shape: Shape, dtype: DType, replicas: Sequence[Sequence[
     inputs = [Input(TensorSpec(name, shape, dtype, fragments)) for fragments in replicas]
     regions: list[tuple[Box, tuple[int, ...]]] = [(Box.of(shape), tuple(range(len(inputs))))]
     for n, one in enumerate(inputs):
-        for lost in _lost(one.spec):
+        for lost in lost_boxes(one.spec):
             found = []
             for box, held in regions:
                 hit = box & lost
@@ -126,7 +126,7 @@ def averaged(name: str, shape: Shape, dtype: DType, replicas: Sequence[Sequence[
     return TensorSpec(name, shape, dtype, (), rule=rule, expr=make("place", *parts, shape=shape, placements=places))
 
 
-def _lost(spec: TensorSpec) -> list[Box]:
+def lost_boxes(spec: TensorSpec) -> list[Box]:
     """Return the blocks of a tensor that are in lost files only, disjoint."""
     if fragments_of(spec.fragments).intact:
         return []

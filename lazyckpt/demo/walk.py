@@ -32,15 +32,21 @@ class Step(NamedTuple):
 
 
 _WALK = """
-# 1. Rank files. Four processes trained a small Llama with DeepSpeed ZeRO-3 and each saved its part of the
-# weights and of AdamW's state. No file holds a whole tensor. DeepSpeed is not needed to read them.
+# 1. A checkpoint is a dictionary of tensors. Four processes trained a small Llama with DeepSpeed ZeRO-3; this is the
+# model that they trained, in one piece. DeepSpeed is not needed to read it, and opening reads no tensor data.
 $ lazyckpt ls zero3 --depth 3
 import lazyckpt
 view = lazyckpt.open(folder / "zero3")
-list(view.states)
-# 2. One slice. Four rows of a matrix lie in the files of two ranks; `explain` shows where, and reads nothing.
 w = view["layers.1.mlp.down_proj.weight"]
 w
+w[6:8, :3]
+w.stats()
+# The states of the optimizer have the names of the parameters:
+list(view.states)
+view.states["exp_avg_sq"]["layers.1.mlp.down_proj.weight"][6:8, :3]
+# 2. Where it lies. No file holds a whole tensor: each process saved its part of the weights and of AdamW's state.
+@files
+# `explain` shows where four rows of a matrix lie, and reads nothing:
 print(w.explain(slice(6, 10)))
 # The same slice through a file system that counts every byte that is asked of it, as an object store does. The first
 # read of a file also checks the headers of its records:
@@ -50,8 +56,6 @@ rows = metered["layers.1.mlp.down_proj.weight"][6:10]
 print(bars({"in the files": size, "read": meter.bytes}))
 # The four rows, magnitudes from small to large:
 print(heat(rows))
-# Optimizer states have the names of the parameters:
-view.states["exp_avg_sq"]["layers.1.mlp.down_proj.weight"][6:8, :3]
 # 3. Conversion: the same tensors as one safetensors file, written in bounded memory.
 [path.name for path in view.to_safetensors(folder / "converted")]
 # Proof: lazyckpt compares both checkpoints element by element ...
@@ -102,9 +106,10 @@ def walk(folder: Path) -> Iterator[Step]:
         "torch": torch,
     }
     ranks = "\n".join(f"{p.stat().st_size:>8,} bytes  {p.relative_to(folder).as_posix()}" for p in sorted(files))
-    yield Step("", f"A checkpoint of {len(files)} files, in {folder}:\n{ranks}")
     for block in _blocks(_WALK.strip().splitlines()):
-        if block.startswith("# "):
+        if block == "@files":
+            yield Step("", f"{len(files)} files, in {folder}:\n{ranks}")
+        elif block.startswith("# "):
             yield Step("", block)
         elif block.startswith("$ "):
             yield Step(block, _run(block[2:], folder))
@@ -131,7 +136,8 @@ def _blocks(lines: list[str]) -> Iterator[str]:
 def _run(command: str, folder: Path) -> str:
     """Run a command of lazyckpt in the folder, and return its output."""
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": "utf-8"}
+    plain = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "CLICOLOR_FORCE")}
+    env = plain | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONIOENCODING": "utf-8"}
     words = [sys.executable, "-m", *shlex.split(command)]
     done = subprocess.run(words, cwd=folder, env=env, stdout=subprocess.PIPE, encoding="utf-8", check=True)
     return done.stdout

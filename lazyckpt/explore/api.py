@@ -28,7 +28,14 @@ from .packing import VERSION, to_json
 from .query import Query
 from .subject import Subject
 
-_MODULES = ("endpoints.about", "endpoints.tree")  # modules with a dictionary ENDPOINTS: path -> function
+_MODULES = (
+    "endpoints.about",
+    "endpoints.tree",
+    "endpoints.architecture",
+    "endpoints.ranks",
+    "endpoints.tensor",
+    "endpoints.values",
+)  # modules with a dictionary ENDPOINTS: path -> function
 _KEPT = 64 << 20  # bytes of answers that an explorer keeps
 _STATUS = (
     (TensorNotFoundError, 404),

@@ -11,9 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias, overload
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeAlias, overload
 
 from ..core.dtypes import FROM_NAME, bits_of, dtype_of
 from ..errors import DataError, LazyckptError, and_more, printable
@@ -21,7 +19,13 @@ from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, runner
 from ..jobs.progress import Bar
 from ..lazy import LazyArray, named
+from .closeness import Sums, closeness, sums_of, sums_of_equal, together
 from .manifest import StateDigest, TensorDigest
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 Status: TypeAlias = Literal["equal", "values", "dtype", "shape", "only in a", "only in b", "unreadable"]
 _Pair: TypeAlias = tuple[str, LazyArray | None, LazyArray | None]
@@ -55,6 +59,13 @@ class Difference:
         The state, if several were compared.
     by_digest
         Whether the digests of manifests were compared, and not the elements.
+    relative
+        The norm of the difference divided by the norm of ``a``; None if ``a`` is 0 or elements were not compared.
+        NaN, infinities and what stands at their places in the other tensor are left out of this and of the following.
+    cosine
+        The cosine of the angle between the two tensors as vectors; None if one is 0 or elements were not compared.
+    norm_a, norm_b
+        The norms of the tensors (roots of the sums of squares); None if they are equal, or were not compared.
     """
 
     name: str
@@ -67,6 +78,10 @@ class Difference:
     error: str | None = None
     state: str | None = None
     by_digest: bool = False
+    relative: float | None = None
+    cosine: float | None = None
+    norm_a: float | None = None
+    norm_b: float | None = None
 
     def __str__(self) -> str:
         return printable(f"{self.label}: {verdict(self)}")
@@ -102,9 +117,9 @@ class Diff:
         return sum(row.by_digest for row in self.rows)
 
     @property
-    def differing(self) -> Diff:
+    def differing(self) -> Self:
         """The rows that are not equal."""
-        return Diff(tuple(row for row in self.rows if row.status != "equal"))
+        return type(self)(tuple(row for row in self.rows if row.status != "equal"))
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as plain objects."""
@@ -200,10 +215,28 @@ def diff(
         found[n].append(of_run)
         bar.add(task.nbytes)
 
+    def rest() -> Iterator[Task]:
+        """Yield the tasks that read the equal pieces of tensors that differ elsewhere: their norms need them."""
+        for n in compared:
+            x = pairs[n][1]
+            assert x is not None
+            if not any(r.sums for r in found[n]) or any(r.error for r in found[n]):
+                continue
+            equal = {at for r in found[n] for at in r.equal}
+            for ahead, p in x.pieces(_RUN * x.itemsize) if equal else ():
+                wanted = frozenset(at for at in equal if ahead <= at < ahead + p.numel())
+                if wanted:
+                    held = _PIECE * (x.itemsize + 16) + OVERHEAD
+                    yield Task(p.nbytes, held, partial(_norms, n, ahead, p, wanted), p)
+
+    def added(task: Task, result: tuple[int, _Run]) -> None:
+        found[result[0]].append(result[1])
+
     total = sum(t.nbytes for n in compared for t in pairs[n][1:] if t is not None)
+    run = runner(executor, memory)
     with Bar(total, "diff", progress) as bar:
-        both = (t for n in compared for t in pairs[n][1:] if t is not None)
-        runner(executor, memory)(tasks(), done, tensors=both)
+        run(tasks(), done, tensors=(t for n in compared for t in pairs[n][1:] if t is not None))
+        run(rest(), added, tensors=(t for n in compared if (t := pairs[n][1]) is not None))
     return Diff(
         tuple(
             replace(_row(*pair, [_Run()]), by_digest=True) if pair[0] in same else _row(*pair, found.get(n))
@@ -255,12 +288,15 @@ def _described(one: TensorDigest | None) -> str | None:
 
 class _Run(NamedTuple):
     """The comparison of a run of elements. ``differing``: the number of elements that differ, None if they cannot be
-    compared. ``first``: the flat index of the first of them in the whole tensor."""
+    compared. ``first``: the flat index of the first of them in the whole tensor. ``sums``: of the pieces that differ.
+    ``equal``: the flat indices at which the equal pieces begin."""
 
     differing: int | None = 0
     max_abs: float | None = None
     first: int | None = None
     error: str | None = None
+    sums: Sums | None = None
+    equal: tuple[int, ...] = ()
 
 
 def _row(name: str, a: LazyArray | None, b: LazyArray | None, runs: list[_Run] | None) -> Difference:
@@ -269,11 +305,15 @@ def _row(name: str, a: LazyArray | None, b: LazyArray | None, runs: list[_Run] |
         return Difference(name, "only in a" if b is None else "only in b", *texts)
     if runs is None:
         return Difference(name, "shape", *texts)
-    count, largest, first, error = _together(runs)
-    if error is not None:
-        return Difference(name, "unreadable", *texts, error=error)
+    whole = _together(runs)
+    if whole.error is not None:
+        return Difference(name, "unreadable", *texts, error=whole.error)
+    count, first = whole.differing, whole.first
     status: Status = "dtype" if a.dtype != b.dtype else "values" if count else "equal"
-    return Difference(name, status, *texts, count, largest, None if first is None else _index(first, a.shape))
+    row = Difference(name, status, *texts, count, whole.max_abs, None if first is None else _index(first, a.shape))
+    if count == 0:
+        return replace(row, relative=0.0, cosine=1.0)
+    return row if whole.sums is None else replace(row, **closeness(whole.sums)._asdict())
 
 
 def _together(runs: list[_Run]) -> _Run:
@@ -283,6 +323,8 @@ def _together(runs: list[_Run]) -> _Run:
         max((r.max_abs for r in runs if r.max_abs is not None), default=None),
         min((r.first for r in runs if r.first is not None), default=None),
         next((r.error for r in runs if r.error is not None), None),
+        together(sums) if (sums := [r.sums for r in runs if r.sums is not None]) else None,
+        tuple(at for r in runs for at in r.equal),
     )
 
 
@@ -310,17 +352,27 @@ def _compared(n: int, ahead: int, a: LazyArray, b: LazyArray) -> tuple[int, _Run
     return n, _together(found)
 
 
+def _norms(n: int, ahead: int, a: LazyArray, wanted: frozenset[int]) -> tuple[int, _Run]:
+    """Return the sums of the equal pieces of a run that begin at the flat indices ``wanted``."""
+    try:
+        pieces = a.pieces(_PIECE * a.itemsize)
+        sums = [sums_of_equal(p[...]) for at, p in pieces if ahead + at in wanted]
+    except (LazyckptError, OSError) as e:
+        return n, _Run(error=" ".join(str(e).split()))
+    return n, _Run(sums=together(sums))
+
+
 def _of_piece(ahead: int, x: torch.Tensor, y: torch.Tensor) -> _Run:
     differ = _differing(x, y)
     count = 0 if differ is None else int(differ.count_nonzero())
     if differ is None or not count:
-        return _Run()
+        return _Run(equal=(ahead,))
     first = ahead + int(differ.view(torch.uint8).argmax())  # argmax finds the first 1
     if not _numbers(x.dtype):
         return _Run(count, None, first)
     apart = _apart(x, y).nan_to_num_(nan=-1, posinf=-1).masked_fill_(~differ, -1)
     largest = min(2 * float(apart.max()), sys.float_info.max)  # JSON has no infinity
-    return _Run(count, largest if largest >= 0 else None, first)
+    return _Run(count, largest if largest >= 0 else None, first, sums=sums_of(x, y))
 
 
 def _numbers(dtype: torch.dtype) -> bool:

@@ -19,6 +19,7 @@ from urllib.parse import quote
 
 from ..core.units import human_bytes, plural
 from ..errors import PROBLEM_CODES, Problem, and_more
+from ..markup import cell, page, table, tag
 
 Severity: TypeAlias = Literal["error", "warning", "note"]
 FailOn: TypeAlias = Literal["error", "warning", "note", "never"]
@@ -536,18 +537,28 @@ class Report(Sequence[Finding]):
 
     def _repr_html_(self) -> str:
         """Return the report as HTML for Jupyter: a table of the findings."""
-        colours = {"error": "#c62828", "warning": "#b26a00", "note": "#5f6b7a"}
-        rows = "".join(
-            f"<tr><td style='color:{colours[f.severity]};font-weight:600'>{f.severity}</td><td><code>{escape(f.code)}"
-            f"</code></td><td style='text-align:left'>{escape(str(f))}<br><span style='opacity:.65'>{escape(f.todo)}"
-            "</span></td></tr>"
-            for f in self.findings[:200]
-        )
-        more = f"<p>{and_more(len(self.findings) - 200, 'findings')}</p>" if len(self.findings) > 200 else ""
-        head = f"<p><b>{escape(self.path)}</b>: {escape(self.summary)}</p>"
-        return f"<div class='lazyckpt-report'>{head}<table>{rows}</table>{more}</div>"
+        rows = [
+            [
+                cell(
+                    tag(
+                        "b",
+                        f.severity,
+                        "bad" if f.severity == "error" else "warning" if f.severity == "warning" else "dim",
+                    ),
+                    "l",
+                ),
+                cell(tag("code", escape(f.code)), "l"),
+                cell(f"{escape(str(f))}<br>{tag('span', escape(f.todo), 'dim')}", "w"),
+            ]
+            for f in self.findings[:_SHOWN]
+        ]
+        more = tag("div", and_more(len(self.findings) - _SHOWN, "findings"), "note") if len(self) > _SHOWN else ""
+        head = tag("div", f"{tag('b', escape(self.path))}: {escape(self.summary)}", "head")
+        titles = [("severity", "l"), ("code", "l"), ("finding, and what to do", "l")]
+        return page([head, table(titles, rows) if rows else "", more])
 
 
+_SHOWN = 200  # findings in the HTML output
 _STYLES: dict[Severity | None, str] = {"error": "bold red", "warning": "yellow", "note": "cyan", None: "green"}
 
 

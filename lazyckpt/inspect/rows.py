@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self, TypeVar, overload
 
 from ..core.names import shortened
 from ..errors import TensorNotFoundError
+from ..markup import cell, page, table
 
 _ROWS = 40  # rows that a repr prints
 
@@ -103,26 +104,30 @@ class Rows(Sequence[R]):
     def _repr_html_(self) -> str:
         head, *lines = self.lines(_ROWS)
         titles = [cell.strip() for cell in head]
-        shown = "".join(f"<tr>{''.join(self._html(titles, line))}</tr>" for line in lines)
-        named = "".join(f"<th style='{self._style(title, '')}'>{escape(title)}</th>" for title in titles)
-        table = f"<table><thead><tr>{named}</tr></thead><tbody>{shown}</tbody></table>"
-        return f"<div class='tex2jax_ignore mathjax_ignore'>{table}</div>"  # so that "$" in names is not mathematics
+        shown = [list(self._html(titles, line)) for line in lines]
+        total = shown.pop() if shown and self._has_total else ()
+        return page([table([(title, self._css(title, "")) for title in titles], shown, total)])
+
+    @property
+    def _has_total(self) -> bool:
+        """Whether the last line is a total of the others."""
+        return False
 
     def _html(self, titles: Sequence[str], line: Sequence[str]) -> Iterator[str]:
         """Yield the cells of a line as HTML. The last of fewer cells than titles takes the place of the rest."""
-        for c, cell in enumerate(line):
+        for c, one in enumerate(line):
             if c == len(line) - 1 and len(line) < len(titles):
-                yield f"<td colspan='{len(titles) - c}' style='text-align:left'>{escape(cell.strip())}</td>"
+                yield cell(escape(one.strip()), "w", len(titles) - c)
             else:
-                yield f"<td style='{self._style(titles[c], cell)}'>{self._inside(titles[c], cell)}</td>"
+                yield cell(self._inside(titles[c], one), self._css(titles[c], one))
 
     def _inside(self, title: str, cell: str) -> str:
         """Return a cell of a column as HTML."""
         return escape(cell.strip())
 
     @abstractmethod
-    def _style(self, title: str, cell: str) -> str:
-        """Return the style of a cell of a column; "" for that of its title."""
+    def _css(self, title: str, cell: str) -> str:
+        """Return the class of a cell of a column, or of its title (""): "l" for text, "bad" for what stands out."""
 
 
 def aligned(lines: Sequence[Sequence[str]], left: Iterable[str]) -> list[tuple[str, ...]]:

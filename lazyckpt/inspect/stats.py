@@ -48,13 +48,14 @@ ACCURACY = 1.5e-8  # relative to the largest value: the root of float64's roundi
 _PIECE = 32 << 20  # bytes of a block of rows, as float64
 
 
-def singular_values(tensor: LazyArray) -> torch.Tensor:
+def singular_values(tensor: LazyArray, check: Callable[[], None] | None = None) -> torch.Tensor:
     """Compute the singular values of a matrix, largest first, in float64. There are as many as the smaller side has.
 
     They are the roots of the eigenvalues of the smaller side's Gram matrix, which is summed in float64 over blocks of
     the larger side. Every element is read once. Memory is that of the Gram matrix (8 bytes times the square of the
     smaller side, and twice that for its eigenvalues) and some 100 MiB. Squaring loses half of the digits: values are
-    accurate to about 1.5e-8 of the largest one (`ACCURACY`), and smaller values are noise.
+    accurate to about 1.5e-8 of the largest one (`ACCURACY`), and smaller values are noise. ``check`` is called between
+    blocks; what it raises ends the work.
 
     Raises DataError if the tensor is not a matrix, if its smaller side is above 8,192 (`LIMIT`), or if it has a NaN or
     an infinity; and what reading raises.
@@ -76,6 +77,8 @@ def singular_values(tensor: LazyArray) -> torch.Tensor:
     gram = torch.zeros(side, side, dtype=dtype, device="cpu")
     step = max(1, _PIECE // (max(1, side) * dtype.itemsize))
     for at in range(0, other, step):
+        if check is not None:
+            check()
         key = slice(at, at + step)
         block = (tensor.lazy[key] if rows >= columns else tensor.lazy[:, key])[...]
         numbers = block.to(dtype)
@@ -115,10 +118,11 @@ def stats_of_all(
     executor: Executor | None = None,
     memory: int | str | None = None,
     progress: bool | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Table:
     """Return the statistics of all tensors, in order. See `CheckpointView.stats`. The row of a tensor that cannot be
-    read has the reason."""
-    return Table(one.row for one in _collect(tensors, bins, runner(executor, memory), progress))
+    read has the reason. ``check`` is called before each run of elements; what it raises ends the work."""
+    return Table(one.row for one in _collect(tensors, bins, runner(executor, memory), progress, check))
 
 
 @dataclass(slots=True)
@@ -193,7 +197,13 @@ class _Found:
         return row(self.name, self.tensor, self.whole, histogram)
 
 
-def _collect(tensors: Mapping[str, LazyArray], bins: Bins | None, run: Run, progress: bool | None) -> list[_Found]:
+def _collect(
+    tensors: Mapping[str, LazyArray],
+    bins: Bins | None,
+    run: Run,
+    progress: bool | None,
+    check: Callable[[], None] = lambda: None,
+) -> list[_Found]:
     """Read all tensors, and again those with a histogram over their own range."""
     number = int(bins) if isinstance(bins, int | np.integer) else None
     if number is not None and not 1 <= number <= _BINS:
@@ -202,15 +212,21 @@ def _collect(tensors: Mapping[str, LazyArray], bins: Bins | None, run: Run, prog
     found = [_Found(name, t, number, edges) for name, t in tensors.items()]
     wide = [one for one in found if not one.narrow] if number is not None else []
     with Bar(sum(one.tensor.nbytes for one in [*found, *wide]), "stats", progress) as bar:
-        _go(found, run, bar, lambda one: partial(_measure, edges=edges))
+        _go(found, run, bar, lambda one: partial(_measure, edges=edges), check)
         for one in wide:
             one.seen = 0
             one.set_range()
-        _go(wide, run, bar, lambda one: partial(_bin, edges=one.edges))
+        _go(wide, run, bar, lambda one: partial(_bin, edges=one.edges), check)
     return found
 
 
-def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Callable[[LazyArray], Any]]) -> None:
+def _go(
+    found: Sequence[_Found],
+    run: Run,
+    bar: Bar,
+    look: Callable[[_Found], Callable[[LazyArray], Any]],
+    check: Callable[[], None],
+) -> None:
     """Apply the function that ``look`` returns for a tensor to all of its runs, for all tensors."""
 
     def tasks() -> Iterator[Task]:
@@ -220,6 +236,7 @@ def _go(found: Sequence[_Found], run: Run, bar: Bar, look: Callable[[_Found], Ca
                     values(one.tensor.dtype)
                 one.tensor._check()
                 for ahead, part in one.tensor.pieces(RUN):
+                    check()
                     if one.error is not None:  # the row has an error: do not read the rest
                         break
                     yield Task(part.nbytes, PIECE + OVERHEAD, partial(_tried, look(one), n, ahead, part), part)

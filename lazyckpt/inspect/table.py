@@ -229,15 +229,18 @@ class Table(Rows[Stats]):
             table.append(_cells(self.total, drawn))
         return aligned(table, _LEFT)
 
+    @property
+    def _has_total(self) -> bool:
+        return len(self) > 1
+
     def _inside(self, title: str, cell: str) -> str:
         text = super()._inside(title, cell)
         if title == "histogram":  # empty bins are spaces as wide as bars; HTML would collapse them
-            text = f"<code style='background:none;white-space:pre'>{text.replace(' ', '&nbsp;')}</code>"
-        return text
+            return f"<code>{text.replace(' ', '&nbsp;')}</code>"
+        return f"<code>{text}</code>" if title == "name" else text
 
-    def _style(self, title: str, cell: str) -> str:
-        side = f"text-align:{'left' if title in _LEFT else 'right'};white-space:pre;"
-        return side + ("color:#d33;font-weight:bold;" if is_odd(title, cell) else "")
+    def _css(self, title: str, cell: str) -> str:
+        return "l" if title in _LEFT else "bad" if is_odd(title, cell) else ""
 
 
 _HEAD = ("name", "dtype", "shape", "mean", "std", "min", "max", "L2 norm", "zeros", "NaN", "Inf")

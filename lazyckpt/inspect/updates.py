@@ -146,8 +146,12 @@ class UpdateTable(Rows[UpdateSize]):
             shown[half:-half] = [(and_more(len(shown) - 2 * half), "")]
         return aligned([("name", *(("step",) if run else ()), *_HEAD), *shown], _LEFT)
 
-    def _style(self, title: str, cell: str) -> str:
-        return f"text-align:{'left' if title in _LEFT else 'right'}"
+    def _inside(self, title: str, cell: str) -> str:
+        text = super()._inside(title, cell)
+        return f"<code>{text}</code>" if title == "name" else text
+
+    def _css(self, title: str, cell: str) -> str:
+        return "l" if title in _LEFT else ""
 
 
 _HEAD = ("optimizer", "lr", "update", "weight", "ratio", "rms", "bound", "cosine", "note")

@@ -1,33 +1,43 @@
-"""Progress of long-running jobs: tqdm's bar on a terminal or in a notebook, occasional lines in a log."""
+"""Progress of long-running jobs: a bar on a terminal, a quiet line in a notebook, occasional lines in a log."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-import warnings
 from functools import partial
+from importlib import import_module
 from typing import Any
+
+from ..markup import page, safe, tag
 
 _EVERY = 10.0  # seconds between two lines of a log, or ...
 _SHARE = 0.1  # ... this share of the whole, whichever comes first, ...
 _LEAST = 1.0  # ... but at least this many seconds apart
+_PATIENCE = 2.0  # seconds before a notebook shows anything
+_OFTEN = 0.25  # seconds between two updates in a notebook
 
 
 class Bar:
     """A progress display of ``total`` bytes.
 
-    With ``show=True`` it is a bar, or lines if stderr is not a terminal; with None, it is a bar on a terminal or in a
-    notebook, and nothing elsewhere."""
+    With ``show=True`` it is a bar on a terminal, a line in a notebook, and lines of text elsewhere. With None it is the
+    same on a terminal; in a notebook it appears after two seconds and goes when the work is done; elsewhere there is
+    nothing. The environment variable TQDM_DISABLE switches the first two off."""
 
     def __init__(self, total: int, label: str, show: bool | None) -> None:
-        interactive = sys.stderr.isatty() or _in_notebook()
         self._bar: Any = None
-        if show or (show is None and interactive):
-            if interactive:
-                tqdm = _tqdm()
-                self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024)
-            else:
-                self._bar = _Lines(total, label)
+        if show is False:
+            return
+        if in_notebook():
+            if not os.environ.get("TQDM_DISABLE"):
+                self._bar = _Cell(total, label, 0.0 if show else _PATIENCE)
+        elif sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024)
+        elif show:
+            self._bar = _Lines(total, label)
 
     def add(self, nbytes: int) -> None:
         """Advance by ``nbytes`` bytes."""
@@ -42,19 +52,56 @@ class Bar:
             self._bar.close()
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Return whether this process is a Jupyter kernel; imported Jupyter packages alone do not prove it."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return hasattr(shell, "kernel")
 
 
-def _tqdm() -> Any:
-    """Return the tqdm class for the environment: a text bar, without a warning, in a notebook without ipywidgets."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from tqdm.auto import tqdm
-    return tqdm
+def _told(done: int, total: int, passed: float) -> str:
+    """Return how far the work is, how fast, and how long the rest takes, as text."""
+    from tqdm import tqdm
+
+    size = partial(tqdm.format_sizeof, suffix="B", divisor=1024)
+    rate = done / passed if passed > 0 else 0.0
+    spent = f"{tqdm.format_interval(passed)}, {size(rate)}/s"
+    left = total - done
+    if left <= 0:
+        return f"{size(done)} in {spent}"
+    rest = tqdm.format_interval(left / rate) if rate else "?"
+    return f"{done / total:.0%}, {size(done)} of {size(total)} in {spent}, {rest} left"
+
+
+class _Cell:
+    """A line with a thin bar in the output of a notebook's cell. It is emptied when the work is done."""
+
+    def __init__(self, total: int, label: str, patience: float) -> None:
+        self._total, self._label, self._done = total, label, 0
+        self._begun = time.monotonic()
+        self._next = self._begun + patience
+        self._handle: Any = None
+
+    def update(self, nbytes: int) -> None:
+        self._done += nbytes
+        if time.monotonic() >= self._next and self._done < self._total:
+            self._next = time.monotonic() + _OFTEN
+            share = 100 * self._done / self._total
+            bar = tag("span", tag("span", "", style=f"width:{share:.3g}%"), "strip")
+            text = safe(f"{self._label}: {_told(self._done, self._total, time.monotonic() - self._begun)}", 200)
+            self._show(page([tag("div", f"{bar} {tag('span', text, 'dim')}", "row")]))
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._show("")
+
+    def _show(self, html: str) -> None:
+        display = import_module("IPython.display").display
+        data = {"text/html": html, "text/plain": ""}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
 
 
 class _Lines:
@@ -77,17 +124,7 @@ class _Lines:
             self._say()
 
     def _say(self) -> None:
-        from tqdm import tqdm
-
         self._said, self._said_at = self._done, time.monotonic()
-        passed = self._said_at - self._begun
-        rate = self._done / passed if passed > 0 else 0.0
-        size = partial(tqdm.format_sizeof, suffix="B", divisor=1024)
-        spent = f"{tqdm.format_interval(passed)}, {size(rate)}/s"
-        left = self._total - self._done
-        if left > 0:
-            share, rest = self._done / self._total, tqdm.format_interval(left / rate) if rate else "?"
-            text = f"{share:.0%}, {size(self._done)} of {size(self._total)} in {spent}, {rest} left"
-        else:
-            text = f"{size(self._done)} in {spent}"
-        print(f"{self._label}: {text}", file=sys.stderr, flush=True)
+        print(
+            f"{self._label}: {_told(self._done, self._total, self._said_at - self._begun)}", file=sys.stderr, flush=True
+        )

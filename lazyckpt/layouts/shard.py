@@ -12,13 +12,14 @@ step) are whole on every rank. A tensor is cut over the tp ranks, a tensor of ex
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.box import Shape
 from ..core.compose import compose
+from ..core.dtypes import DType
 from ..core.expr import computed, leaves, operand
 from ..core.extents import Chunk
 from ..core.flat import interval, joined
@@ -103,6 +104,13 @@ class _Plan:
             self._rules[name] = next((rule for rule in found if rule is not None), None)
         return self._rules[name]
 
+    def stages_of(self, name: str) -> list[tuple[int, str]]:
+        """Return what `Stages.of` returns. Raises MeshError if the layers cannot be distributed."""
+        try:
+            return self.stages.of(name)
+        except ValueError as e:
+            raise MeshError(f"pp={self.division.mesh.pp}: {e} ({name!r} is in one)") from None
+
 
 class _Sharding:
     """The implementation of `sharded`. ``unknown`` collects the tensors without a rule."""
@@ -153,10 +161,7 @@ class _Sharding:
 
     def _here(self, name: str) -> list[str]:
         """Return the names of the tensor on this rank: one or none, or several if several model chunks have it."""
-        try:
-            found = [local for stage, local in self.stages.of(name) if stage == self.rank.pp]
-        except ValueError as e:
-            raise MeshError(f"pp={self.mesh.pp}: {e} ({name!r} is in one)") from None
+        found = [local for stage, local in self.plan.stages_of(name) if stage == self.rank.pp]
         expert = expert_of(name) if self.mesh.ep > 1 else None
         if not found or expert is None:
             return found
@@ -315,6 +320,64 @@ def _experts(names: Iterable[str]) -> dict[str, int]:
     for expert in filter(None, map(expert_of, names)):
         counts[expert.layer] = max(counts.get(expert.layer, 0), expert.number + 1)
     return counts
+
+
+# -- sizes
+
+
+class StageSize(NamedTuple):
+    """What a rank of a pipeline stage holds before data-parallel ranks divide it: elements by dtype, padding included.
+
+    ``experts`` are the parameters that expert parallelism distributes, ``others`` all others."""
+
+    others: dict[DType, int]
+    experts: dict[DType, int]
+    tensors: int
+
+
+def stage_sizes(
+    index: Index,
+    state: str,
+    names: Iterable[str],
+    division: Division,
+    rules: Mapping[str, Any],
+    kept: dict[str, Any],
+    check: Callable[[], None],
+) -> list[StageSize]:
+    """Return the size of the named tensors of a state on the first tensor- and expert-parallel rank of each stage.
+
+    Other ranks of the stage hold as much, because tensors are cut evenly. ``check`` is called now and then. Raises what
+    `sharded` raises, and MeshError if the index is one rank's part.
+    """
+    if index.layout is not None:
+        raise MeshError("this view is one rank's part of a checkpoint: ask for the sizes in the whole checkpoint")
+    plan = _plan(index, division, rules, kept)
+    wanted = dict.fromkeys(names)
+    by_stage: dict[int, list[str]] = {}
+    for name in wanted:
+        for stage in {stage for stage, _ in plan.stages_of(name)}:
+            by_stage.setdefault(stage, []).append(name)
+    specs, found = index.states[state], []
+    for stage in range(division.mesh.pp):
+        sharding = _Sharding(plan, place_of(division, {"pp": stage}))
+        ties = {owner: local for owner, local in sharding._ties()[0].items() if owner in wanted}
+        size = StageSize({}, {}, 0)
+        tensors = 0
+        for n, name in enumerate(dict.fromkeys([*by_stage.get(stage, ()), *ties])):
+            if n % 1024 == 0:
+                check()
+            here = [*sharding._here(name), *ties.get(name, ())]
+            known = sharding._cut(state, name, specs[name]) if here and name in specs else None
+            if known is None:
+                continue
+            tensors += len(here)
+            table = size.experts if is_expert(name) else size.others
+            dtype = specs[name].dtype
+            table[dtype] = table.get(dtype, 0) + prod(known[0].shape) * len(here)
+        if sharding.unknown:
+            raise FormatError(sharding._message())
+        found.append(size._replace(tensors=tensors))
+    return found
 
 
 # -- the reverse

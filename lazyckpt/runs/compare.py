@@ -9,11 +9,12 @@ from dataclasses import replace
 from typing import Literal
 
 from ..errors import FormatError, SelectionError, TensorNotFoundError, some
-from ..inspect.diff import Diff, Difference, diff_digests, equal_names
+from ..inspect.diff import Difference, diff_digests, equal_names
 from ..inspect.diff import diff as diff_tensors
 from ..inspect.kept import kept_digest
 from ..inspect.manifest import Digest
 from ..jobs.destination import MARK_OF_MANIFEST
+from ..show.compared import Diff
 from ..tensor import LazyTensor
 from ..view import CheckpointView
 from .view import RunView

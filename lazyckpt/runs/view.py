@@ -14,8 +14,6 @@ from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, cast
 
-import torch
-
 from ..core.compose import steps_of
 from ..core.index import Index
 from ..core.names import natural
@@ -48,8 +46,10 @@ from ..view import CheckpointView, view_of, within
 from .stacking import Checkpoint, Stacks, at, stacked
 
 if TYPE_CHECKING:
+    import torch
     import xarray as xr
 
+    from ..show.by_layer import RunTable
     from ..show.plot import RunPlots, StepPlots
     from ..show.updates import RunUpdates
 
@@ -375,9 +375,43 @@ class RunView(CheckpointView):
         views = ((step, self.at(step)) for step in chosen)
         return of_run(views, name, optimizer=optimizer, **options)
 
+    def by_layer(  # type: ignore[override]  # of several checkpoints
+        self, quantity: str = "norm", **options: Any
+    ) -> RunTable:
+        """Compute a quantity of every tensor at every step, by kind of parameter and layer.
+
+        One step is read after the other, in bounded memory; "change" and "cosine" read each twice.
+
+        Parameters
+        ----------
+        quantity
+            "growth" (L2 norm in units of that of the first step), "drift" (norm of the difference from the first step,
+            in units of the norm of that step), "change" (the same for the step before), "cosine" (of the angle to the
+            step before), or a quantity of `CheckpointView.by_layer`.
+        **options
+            ``executor``, ``memory`` and ``progress`` of `WriteOptions`.
+
+        Returns
+        -------
+        RunTable
+            ``table.values`` is an array of kinds, layers and steps; ``pandas.DataFrame(table)`` has a row for each
+            value; ``table.plot()`` draws a panel for each kind.
+
+        Raises
+        ------
+        DataError
+            There is no such quantity.
+        WorkerError
+            Workers of the executor died.
+        """
+        from ..show.by_layer import of_run
+
+        return of_run(self, quantity, **options)
+
     @property
     def plot(self) -> RunPlots:
-        """The plots of any view, and ``run.plot.steps(name)``: a quantity over the steps."""
+        """The plots of any view; ``run.plot.steps(name)``: a quantity over the steps; ``run.plot.dynamics()``: of
+        all tensors."""
         from ..show.plot import RunPlots
 
         return RunPlots(self)

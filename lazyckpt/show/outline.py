@@ -87,6 +87,11 @@ class Outline:
             found = self._drawn[n] = self._specs[self.tied.get(name) or self._full_names[name]]
         return found
 
+    def kind(self, mark: int) -> tuple[str, int]:
+        """Return the dtype, by its short name, and the bytes of the tensors of a mark."""
+        shape, dtype = self.kinds[mark]
+        return dtype.short, prod(shape) * dtype.itemsize
+
     def dtypes(self) -> list[tuple[Any, int]]:
         """Return (dtype, bytes) pairs, the largest first; tied tensors are counted once."""
         found: dict[Any, int] = {}

@@ -1,33 +1,37 @@
 """Plots with matplotlib, which is imported when the first plot is drawn.
 
-Every plot is drawn into ``ax``, or into a new figure if ``ax`` is None, and returns the Axes. Plots do not show the
-figure and do not change matplotlib's settings. Data is read in pieces, in bounded memory. Without matplotlib every
-plot raises DataError.
+A plot is drawn into ``ax``, or into a new figure if ``ax`` is None, and returns the Axes; a plot of several panels
+returns its Figure. Plots do not show the figure and do not change matplotlib's settings. A new figure has a face colour
+of its own, dark if matplotlib's figures are (``plt.style.use("dark_background")``). Data is read in pieces, in bounded
+memory, and inspect/ computes the numbers. Without matplotlib every plot raises DataError.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..core.names import natural
 from ..core.units import plural
-from ..errors import DataError, printable
-from ..inspect.stats import ACCURACY, Bins, singular_values, stats_of, stats_of_all
-from ..inspect.table import Stats, Table
+from ..errors import DataError
+from ..inspect.expert_norms import expert_norms
+from ..inspect.stats import Bins, stats_of
 from ..lazy import LazyArray
-from .layout import Cell, drawing
+from . import tensor_plots
+from .by_layer import of_run, of_view
+from .layer_plots import layer_map
+from .model_plots import draw_architecture, draw_ranks
+from .overviews import tensor_overview, view_overview
+from .run_plots import steps_line
+from .style import import_matplotlib
+from .value_plots import bits, heatmap, side_norms
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_TICKS = 40  # labels along an axis
-_LABEL = 40  # characters of a label
-_LEGEND = 16  # maximum number of entries of a legend, and of distinct colours
-_TEXTS = 80  # labels are written on the cells of drawings with at most this many
-_QUANTITIES = ("mean", "std", "min", "max", "absmax", "l1", "l2", "zeros", "nan", "posinf", "neginf")
+_COLUMNS = ("mean", "std", "min", "max", "absmax", "l1", "l2", "zeros", "nan", "posinf", "neginf")
 
 
 class TensorPlots:
@@ -41,7 +45,107 @@ class TensorPlots:
     def __repr__(self) -> str:
         return f"<plots of {self._tensor.name!r}: {_kinds(self)}>"
 
-    def hist(self, bins: Bins = 100, *, ax: Axes | None = None) -> Axes:
+    def __call__(self) -> Figure:
+        """Plot `overview`."""
+        return self.overview()
+
+    def overview(self) -> Figure:
+        """Plot a heat map of the tensor, a histogram, norms of rows, singular values of a small matrix, and which rank
+        holds what.
+
+        The tensor is read once for each of them.
+
+        Raises
+        ------
+        DataError
+            If the elements are no numbers, or matplotlib is not installed. Errors of reading are raised, too.
+        """
+        return tensor_overview(self._tensor)
+
+    def heatmap(
+        self,
+        pool: Literal["mean", "absmax", "min", "max"] = "mean",
+        *,
+        cells: int = 512,
+        dims: tuple[int, int] | None = None,
+        at: Mapping[int, int] | None = None,
+        exact: bool = True,
+        ax: Axes | None = None,
+    ) -> Axes:
+        """Plot the values as a heat map. A cell pools several elements of a large tensor; the notes say how many.
+
+        Colours end at the 99.5th percentile of the magnitudes. Cells with NaN or infinities are marked. The tensor is
+        read once; a part of it (``t.lazy[:100].plot.heatmap()``) reads that part.
+
+        Parameters
+        ----------
+        pool
+            What a cell shows of its elements: the mean, the largest absolute value, the minimum or the maximum.
+        cells
+            Largest number of rows and of columns of cells, up to 2,048.
+        dims
+            The dimensions of rows and columns; by default the last two. A long vector is wrapped into rows.
+        at
+            Dimension -> index, for the other dimensions. Those without an index are pooled, too.
+        exact
+            False reads about 32 MiB of a larger tensor, spread over it.
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If the arguments do not fit the tensor, the elements are no numbers, or matplotlib is not installed. Errors
+            of reading are raised, too.
+        """
+        return heatmap(self._tensor, pool, cells, dims, at, exact, ax)
+
+    def row_norms(self, *, ax: Axes | None = None) -> Axes:
+        """Plot the L2 norm of every row: of the slices along the last dimension but one.
+
+        Rows whose norm is far from the median (dashed) have their number beside it. The tensor is read once. Of more
+        than 8,192 rows, groups are drawn.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If the tensor has fewer than two dimensions, its elements are no numbers, or matplotlib is not installed.
+            Errors of reading are raised, too.
+        """
+        return side_norms(self._tensor, "rows", ax)
+
+    def column_norms(self, *, ax: Axes | None = None) -> Axes:
+        """Plot the L2 norm of every column: of the slices along the last dimension. See `row_norms`.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            As for `row_norms`.
+        """
+        return side_norms(self._tensor, "columns", ax)
+
+    def bits(self) -> Figure:
+        """Plot how often each bit of the elements is 1, and how often each exponent occurs, for numbers of 8 and 16
+        bits. The tensor is read once.
+
+        Raises
+        ------
+        DataError
+            If the tensor has another dtype, or matplotlib is not installed. Errors of reading are raised, too.
+        """
+        return bits(self._tensor)
+
+    def hist(self, bins: Bins = 100, *, log: bool = False, ax: Axes | None = None) -> Axes:
         """Plot a histogram of the finite elements.
 
         The tensor is read once, or twice if its elements are wider than 16 bits and ``bins`` is a number.
@@ -50,6 +154,8 @@ class TensorPlots:
         ----------
         bins
             Number of bins of equal width, or the edges of the bins.
+        log
+            Whether the counts have a logarithmic axis, which shows the tails.
         ax
             Axes to draw into; None creates a figure.
 
@@ -58,23 +164,14 @@ class TensorPlots:
         DataError
             If matplotlib is not installed, or as `LazyTensor.stats` raises it.
         """
-        import_matplotlib()
-        found = stats_of(self._tensor, bins)
-        assert found.histogram is not None  # because bins were given
-        ax = axes_of() if ax is None else ax
-        ax.stairs(found.histogram.counts, found.histogram.edges, fill=True)
-        lines = [_title(self._tensor)]
-        odd = {"NaN": found.nan, "+Inf": found.posinf, "-Inf": found.neginf}
-        if any(odd.values()):
-            lines.append("not drawn: " + ", ".join(f"{n:,} {what}" for what, n in odd.items() if n))
-        ax.set(title="\n".join(lines), xlabel="value", ylabel="elements in a bin")
-        return ax
+        return tensor_plots.hist(self._tensor, bins, log, ax)
 
     def singular_values(self, *, ax: Axes | None = None) -> Axes:
         """Plot the singular values of a matrix, largest first, on a logarithmic axis.
 
-        Values below the dotted line are noise; `lazyckpt.inspect.stats.singular_values` documents the accuracy, the
-        memory and the largest matrix. The tensor is read once.
+        The dashed line is at the number that have 99 % of the sum of squares. Values below the dotted line are noise;
+        `lazyckpt.inspect.stats.singular_values` documents the accuracy, the memory and the largest matrix. The tensor
+        is read once.
 
         Parameters
         ----------
@@ -87,19 +184,7 @@ class TensorPlots:
             If the tensor is not a matrix, is too large, has packed elements, NaN or infinities, or if matplotlib is not
             installed. Errors of reading are raised, too.
         """
-        import_matplotlib()
-        values = singular_values(self._tensor)
-        ax = axes_of() if ax is None else ax
-        ax.plot(range(1, len(values) + 1), values.tolist())
-        largest = float(values[0]) if len(values) else 0.0
-        if largest > 0:
-            ax.set_yscale("log", nonpositive="mask")
-            if float(values[-1]) < ACCURACY * largest:
-                ax.axhline(ACCURACY * largest, color="gray", linestyle=":", label="accuracy")
-                ax.set_ylim(bottom=ACCURACY * largest / 10)
-                ax.legend()
-        ax.set(title=_title(self._tensor), xlabel="number, largest first", ylabel="singular value")
-        return ax
+        return tensor_plots.spectrum(self._tensor, ax)
 
     def layout(self, *, ax: Axes | None = None) -> Axes:
         """Plot which rank holds which block of the tensor.
@@ -117,42 +202,7 @@ class TensorPlots:
         DataError
             If matplotlib is not installed.
         """
-        import_matplotlib()
-        from matplotlib.patches import Patch, Rectangle
-
-        drawn = drawing(self._tensor)
-        ax = axes_of() if ax is None else ax
-        labels = sorted({h.label for h in drawn.holders}, key=natural)
-        colours = _colours(labels)
-        (top, bottom), (left, right) = drawn.rows, drawn.cols
-        for cell in drawn.cells:
-            (r0, r1), (c0, c1) = cell.rows, cell.cols
-            box = Rectangle((c0, r0), c1 - c0, r1 - r0, facecolor=colours[cell.holders[0].label])
-            box.set(hatch="///" if cell.missing else None, edgecolor="red" if cell.missing else "white")
-            ax.add_patch(box)
-            if len(drawn.cells) <= _TEXTS and _roomy(cell, drawn.rows, drawn.cols):
-                ax.text((c0 + c1) / 2, (r0 + r1) / 2, _holder_text(cell), ha="center", va="center", fontsize="small")
-        ax.set(xlim=(left, right or 1), ylim=(bottom or 1, top), title=_title(self._tensor))
-        ax.set_xlabel("" if drawn.col_dim is None else f"dimension {drawn.col_dim} (elements)")
-        ax.set_ylabel("" if drawn.row_dim is None else f"dimension {drawn.row_dim} (elements)")
-        ax.locator_params(integer=True)
-        if drawn.row_dim is None:
-            ax.set_yticks([])
-        if 1 < len(labels) <= _LEGEND:
-            patches = [Patch(color=colours[label], label=short(label)) for label in labels]
-            ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
-        notes = []
-        if len(labels) > _LEGEND:
-            notes.append(f"{len(labels):,} ranks, from {short(labels[0])} to {short(labels[-1])}")
-        if any(cell.missing for cell in drawn.cells):
-            notes.append("hatched: its file is missing")
-        if drawn.merged:
-            notes.append(f"{drawn.blocks:,} blocks, neighbours drawn together")
-        if drawn.undrawn:
-            notes.append(f"also cut along dimension {', '.join(map(str, drawn.undrawn))}")
-        if notes:
-            ax.set_title(_title(self._tensor) + "\n" + "; ".join(notes))
-        return ax
+        return tensor_plots.layout(self._tensor, ax)
 
 
 class StepPlots(TensorPlots):
@@ -180,8 +230,8 @@ class StepPlots(TensorPlots):
             not the steps, or matplotlib is not installed. Errors of reading are raised, too.
         """
         column = "l2" if quantity == "norm" else quantity
-        if not callable(quantity) and column not in _QUANTITIES:
-            listed = ", ".join(("norm", *_QUANTITIES))
+        if not callable(quantity) and column not in _COLUMNS:
+            listed = ", ".join(("norm", *_COLUMNS))
             raise DataError(f"there is no quantity {quantity!r}: it is one of {listed}, or a function of a tensor")
         import_matplotlib()
         steps: tuple[int, ...] = getattr(self._tensor, "steps", ())
@@ -192,12 +242,10 @@ class StepPlots(TensorPlots):
         values = []
         for n in range(len(steps)):
             one = self._tensor.lazy[n]
-            values.append(_value(quantity(one[...])) if callable(quantity) else getattr(stats_of(one), str(column)))
-        ax = axes_of() if ax is None else ax
-        ax.plot(steps, values, marker="o", label=_plain(printable(self._tensor.name)))
-        what = getattr(quantity, "__name__", "quantity") if callable(quantity) else _QUANTITY.get(quantity, quantity)
-        ax.set(title=short(self._tensor.name), xlabel="step", ylabel=what)
-        return ax
+            found = quantity(one[...]) if callable(quantity) else getattr(stats_of(one), str(column))
+            values.append(_value(found) if callable(quantity) else float(found))
+        what = getattr(quantity, "__name__", "quantity") if callable(quantity) else _NAMES.get(quantity, quantity)
+        return steps_line(self._tensor.name, what, list(steps), values, ax)
 
 
 class ViewPlots:
@@ -211,9 +259,146 @@ class ViewPlots:
     def __repr__(self) -> str:
         return f"<plots of {plural(len(self._view), 'tensor')}: {_kinds(self)}>"
 
-    def hist(self, name: str, bins: Bins = 100, *, ax: Axes | None = None) -> Axes:
+    def __call__(self) -> Figure:
+        """Plot `overview`."""
+        return self.overview()
+
+    def overview(self, name: str | None = None) -> Figure:
+        """Plot the parameters by kind, what each rank holds, and the L2 norms by layer and kind, in one figure.
+
+        The view is read once for the norms, which are left out if it has more than 1 GiB or 20,000 tensors.
+
+        Parameters
+        ----------
+        name
+            Plot `TensorPlots.overview` of this tensor.
+
+        Raises
+        ------
+        DataError
+            If the view has no tensors, or matplotlib is not installed.
+        """
+        return view_overview(self._view) if name is None else TensorPlots(_one(self._view, name)).overview()
+
+    def architecture(self, quantity: Literal["bytes", "parameters"] = "bytes", *, ax: Axes | None = None) -> Axes:
+        """Plot the parameters as a treemap: a rectangle for each kind, as large as its tensors in all layers together.
+
+        Colours tell what the parameters are for, by their names. No tensor data is read.
+
+        Parameters
+        ----------
+        quantity
+            What the areas stand for.
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If there is no such quantity, the view has no tensors, or matplotlib is not installed.
+        """
+        return draw_architecture(self._view, quantity, ax)
+
+    def experts(self, *, ax: Axes | None = None) -> Axes:
+        """Plot the L2 norm of every expert of a mixture of experts: a row for each layer, a column for each expert.
+
+        The norm is that of all tensors of the expert together. Colours show it in units of the median of the layer,
+        which is written at the right. Cells are marked as by `layers`. The experts are read once.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If the view has no experts, or matplotlib is not installed.
+        """
+        import_matplotlib()
+        view = self._view
+        found = expert_norms({view.full_name(name): t for name, t in view.once()[0].items()})
+        notes = [f"{plural(len(found.layers), 'expert')} in {plural(len(found.kinds), 'layer')}", f"state {view.state}"]
+        label, names = "L2 norm / median of its layer", ("layer", "expert")
+        return layer_map(found, ax, "Norms of experts", notes, "kind", label, names)
+
+    def ranks(self, *, ax: Axes | None = None) -> Axes:
+        """Plot how many bytes each rank holds of all states, on the mesh of the training run.
+
+        Ranks of which files are missing are hatched. If the checkpoint names no ranks, its files are drawn as bars. No
+        tensor data is read.
+
+        Parameters
+        ----------
+        ax
+            Axes to draw into; None creates a figure.
+
+        Raises
+        ------
+        DataError
+            If matplotlib is not installed.
+        """
+        return draw_ranks(self._view, ax)
+
+    def difference(
+        self,
+        other: Any,
+        name: str,
+        pool: Literal["mean", "absmax", "min", "max"] = "mean",
+        *,
+        cells: int = 512,
+        ax: Axes | None = None,
+    ) -> Axes:
+        """Plot the signed difference of a tensor of two views, this minus ``other``, as a heat map.
+
+        `lazyckpt.diff` finds the tensors that differ. Both tensors are read once.
+
+        Parameters
+        ----------
+        other
+            The view to compare with.
+        name
+            The tensor's name in both views.
+        pool, cells, ax
+            See `TensorPlots.heatmap`.
+
+        Raises
+        ------
+        DataError
+            If the tensors have different shapes, or matplotlib is not installed. Errors of reading are raised, too.
+        """
+        import_matplotlib()
+        mine, theirs = _one(self._view, name), _one(other, name)
+        if mine.shape != theirs.shape:
+            raise DataError(f"{name!r} has the shapes {tuple(mine.shape)} and {tuple(theirs.shape)}: no difference")
+        one, two = (
+            view.select({_key(view, t, name)}.__contains__) for view, t in ((self._view, mine), (other, theirs))
+        )
+        (apart,) = (one - two).values()
+        label = "difference" if pool != "absmax" else "largest |difference|"
+        return heatmap(apart, pool, cells, None, None, True, ax, f"Difference of {mine.name}", label)
+
+    def heatmap(
+        self, name: str, pool: Literal["mean", "absmax", "min", "max"] = "mean", *, ax: Axes | None = None, **how: Any
+    ) -> Axes:
+        """Plot `TensorPlots.heatmap` of the tensor ``name``."""
+        return TensorPlots(_one(self._view, name)).heatmap(pool, ax=ax, **how)
+
+    def row_norms(self, name: str, *, ax: Axes | None = None) -> Axes:
+        """Plot `TensorPlots.row_norms` of the tensor ``name``."""
+        return TensorPlots(_one(self._view, name)).row_norms(ax=ax)
+
+    def column_norms(self, name: str, *, ax: Axes | None = None) -> Axes:
+        """Plot `TensorPlots.column_norms` of the tensor ``name``."""
+        return TensorPlots(_one(self._view, name)).column_norms(ax=ax)
+
+    def bits(self, name: str) -> Figure:
+        """Plot `TensorPlots.bits` of the tensor ``name``."""
+        return TensorPlots(_one(self._view, name)).bits()
+
+    def hist(self, name: str, bins: Bins = 100, *, log: bool = False, ax: Axes | None = None) -> Axes:
         """Plot `TensorPlots.hist` of the tensor ``name``."""
-        return TensorPlots(_one(self._view, name)).hist(bins, ax=ax)
+        return TensorPlots(_one(self._view, name)).hist(bins, log=log, ax=ax)
 
     def singular_values(self, name: str, *, ax: Axes | None = None) -> Axes:
         """Plot `TensorPlots.singular_values` of the tensor ``name``."""
@@ -224,53 +409,39 @@ class ViewPlots:
         return TensorPlots(_one(self._view, name)).layout(ax=ax)
 
     def norms(self, *, ax: Axes | None = None) -> Axes:
-        """Plot the L2 norms of all tensors as a heat map of layers and kinds of parameters.
+        """Plot the L2 norms of all tensors: `layers` of the quantity "norm"."""
+        return self.layers("norm", ax=ax)
 
-        A row is a layer: the first number between dots of a full name. A column is a kind of parameter: the full name
-        with "*" for every such number. Tensors of the same layer and kind (experts) share a cell. Names without a
-        number share the row "-". A cell is marked "!" if it has NaN or infinities (the norm is that of the other
-        elements) or if its squares overflow float64, and "?" if a tensor cannot be read. The view is read once.
+    def layers(self, quantity: str = "norm", *, lines: bool = False, ax: Axes | None = None) -> Axes:
+        """Plot a quantity of all tensors by layer and kind of parameter, as a heat map or as curves.
+
+        A column is a layer: the first number between dots of a full name. A row is a kind of parameter: the full name
+        with "*" for every such number. Tensors of the same layer and kind (experts) are taken together. Kinds that are
+        in no layer have one cell.
+
+        Kinds differ by orders of magnitude, and each has a scale of its own: colours show a value in units of the
+        median of its kind, which is written at the right. For "mean", "min" and "max" the unit is the largest magnitude
+        of the kind. "zeros", "nan" and "inf" are shares of the elements, with one scale for all.
+
+        A cell is marked "!" if it has NaN or infinities (its value is that of the other elements) or if its squares
+        overflow float64, and "?" if a tensor cannot be read. The view is read once.
 
         Parameters
         ----------
+        quantity
+            "norm" (L2), "rms", "std", "absmax", "l1", "mean", "min", "max", "zeros", "nan" or "inf".
+        lines
+            Draw a line for each kind in place of the heat map.
         ax
             Axes to draw into; None creates a figure.
 
         Raises
         ------
         DataError
-            If the view has no tensors, or matplotlib is not installed.
+            If there is no such quantity, the view has no tensors, or matplotlib is not installed.
         """
         import_matplotlib()
-        from matplotlib.colors import LogNorm
-
-        rows, kinds, cells = _grid({self._view.full_name(one.name): one for one in stats_of_all(self._view.once()[0])})
-        if not cells:
-            raise DataError("there are no tensors in this view: there are no norms to draw")
-        norms = torch.full((len(rows), len(kinds)), torch.nan, dtype=torch.float64, device="cpu")
-        marks: list[tuple[int, int, str]] = []
-        for (row, kind), found in cells.items():
-            at = rows.index(row), kinds.index(kind)
-            good = [s for s in found if s.error is None]
-            if good:
-                norms[at] = Table(good).total.l2 or 0.0
-            odd = bool(norms[at].isinf()) or any(s.finite < s.count for s in good)
-            mark = "?" if len(good) < len(found) else "!" if odd else ""
-            if mark:
-                marks.append((*at, mark))
-        size = (2.5 + 0.45 * min(len(kinds), _TICKS), 3 + 0.2 * min(len(rows), _TICKS))
-        ax = axes_of(size) if ax is None else ax
-        positive = norms[(norms > 0) & norms.isfinite()]
-        scale = LogNorm(float(positive.min()), float(positive.max())) if len(positive) else None
-        image = ax.imshow(norms.numpy(), aspect="auto", interpolation="nearest", norm=scale)
-        for r, k, mark in marks:
-            ax.text(k, r, mark, ha="center", va="center", color="white", backgroundcolor="red", fontsize="x-small")
-        place_ticks(ax.set_yticks, [str(row) if row is not None else "-" for row in rows], {})
-        place_ticks(ax.set_xticks, kind_labels(kinds), {"rotation": 45, "ha": "right", "rotation_mode": "anchor"})
-        ax.set(title="L2 norms", ylabel="layer")
-        bar = ax.figure.colorbar(image, ax=ax)
-        bar.set_label("L2 norm")
-        return ax
+        return of_view(self._view, quantity).plot(lines=lines, ax=ax)
 
 
 class RunPlots(ViewPlots):
@@ -284,6 +455,44 @@ class RunPlots(ViewPlots):
         """Plot `StepPlots.steps` of the tensor ``name``."""
         return StepPlots(_one(self._view, name)).steps(quantity, ax=ax)
 
+    def overview(self, name: str | None = None) -> Figure:
+        """Plot `dynamics` of the L2 norms, or `TensorPlots.overview` of the tensor ``name``.
+
+        Parameters
+        ----------
+        name
+            A tensor of the run, with its steps as the first dimension.
+
+        Raises
+        ------
+        DataError
+            If there are no tensors, or matplotlib is not installed.
+        """
+        return self.dynamics() if name is None else TensorPlots(_one(self._view, name)).overview()
+
+    def dynamics(self, quantity: str = "norm") -> Figure:
+        """Plot a quantity of all tensors over the steps: a panel for each kind of parameter, a line for each layer.
+
+        One step is read after the other, in bounded memory; "change" and "cosine" read each twice.
+
+        Parameters
+        ----------
+        quantity
+            "growth" (L2 norm in units of that of the first step), "drift" (norm of the difference from the first step,
+            in units of the norm of that step), "change" (the same for the step before), "cosine" (of the angle to the
+            step before), or a quantity of `layers`.
+
+        Raises
+        ------
+        DataError
+            If there is no such quantity, the run has no tensors, or matplotlib is not installed.
+        """
+        import_matplotlib()
+        return of_run(self._view, quantity).plot()
+
+
+_NAMES = {"norm": "L2 norm", "l2": "L2 norm", "l1": "L1 norm", "std": "standard deviation", "absmax": "largest |x|"}
+
 
 def _value(found: Any) -> float:
     """Convert the result of a user's function to a number, or raise DataError."""
@@ -295,26 +504,16 @@ def _value(found: Any) -> float:
         ) from e
 
 
-_QUANTITY = {"norm": "L2 norm", "l2": "L2 norm", "l1": "L1 norm", "std": "standard deviation", "absmax": "largest |x|"}
-
-
 def _kinds(plots: object) -> str:
     """Return the names of the plots, for ``repr``."""
     return ", ".join(f".{name}()" for name in dir(plots) if not name.startswith("_"))
 
 
-def import_matplotlib() -> Any:
-    """Import matplotlib.pyplot, or raise a DataError that says what to install."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as e:
-        raise DataError(f"plots need matplotlib: pip install 'lazyckpt[plot]' ({e})") from None
-    return plt
-
-
-def axes_of(size: tuple[float, float] | None = None) -> Any:
-    """Return the Axes of a new figure; the constrained layout makes room for its labels."""
-    return import_matplotlib().subplots(figsize=size, layout="constrained")[1]
+def _key(view: Any, t: LazyArray, name: str) -> str:
+    """Return the name that a view lists a tensor under, which ``name`` may shorten."""
+    if name in view.full_names:
+        return name
+    return str(next(key for key, full in view.full_names.items() if t.name in (full, view.owner(key))))
 
 
 def _one(view: Mapping[str, LazyArray], name: str) -> LazyArray:
@@ -322,68 +521,3 @@ def _one(view: Mapping[str, LazyArray], name: str) -> LazyArray:
     if not isinstance(found, LazyArray):
         raise DataError(f"{name!r} is no tensor, {len(found):,} tensors are below it: name one of them")
     return found
-
-
-def _grid(
-    found: Mapping[str, Stats],
-) -> tuple[list[int | None], list[str], dict[tuple[int | None, str], list[Stats]]]:
-    """Return the layers, the kinds in order of appearance, and the statistics of each (layer, kind)."""
-    cells: dict[tuple[int | None, str], list[Stats]] = {}
-    for name, one in found.items():
-        parts = name.split(".")
-        layer = next((int(part) for part in parts if _is_number(part)), None)
-        kind = ".".join("*" if _is_number(part) else part for part in parts)
-        cells.setdefault((layer, kind), []).append(one)
-    rows = sorted({row for row, _ in cells}, key=lambda row: -1 if row is None else row)
-    return rows, list(dict.fromkeys(kind for _, kind in cells)), cells
-
-
-def _is_number(part: str) -> bool:
-    return part.isascii() and part.isdigit() and len(part) < 10
-
-
-def kind_labels(kinds: list[str]) -> list[str]:
-    """Shorten each kind to the part after the layer's number where that part is unique."""
-    tails = [kind.partition("*")[2].lstrip(".") or kind for kind in kinds]
-    return [short(t if tails.count(t) == 1 else k) for t, k in zip(tails, kinds)]
-
-
-def place_ticks(place: Callable[..., Any], labels: list[str], style: dict[str, Any]) -> None:
-    """Place at most ``_TICKS`` of the labels."""
-    step = -(-len(labels) // _TICKS) or 1
-    place(range(0, len(labels), step), labels=labels[::step], **style)
-
-
-def _colours(labels: list[str]) -> dict[str, Any]:
-    """Return a colour for each label: distinct colours for few labels, a colour scale for many."""
-    colours = import_matplotlib().get_cmap("tab20" if len(labels) <= _LEGEND else "viridis")
-    if len(labels) <= _LEGEND:
-        return {label: colours((2 * n + 1) % 20 if n < 10 else 2 * n % 20) for n, label in enumerate(labels)}
-    return {label: colours(n / (len(labels) - 1)) for n, label in enumerate(labels)}
-
-
-def _roomy(cell: Cell, rows: tuple[int, int], cols: tuple[int, int]) -> bool:
-    """Estimate whether the label of a cell fits into it."""
-    high = (cell.rows[1] - cell.rows[0]) / max(1, rows[1] - rows[0])
-    wide = (cell.cols[1] - cell.cols[0]) / max(1, cols[1] - cols[0])
-    return high >= 0.05 and wide >= 0.015 * len(_holder_text(cell))
-
-
-def _holder_text(cell: Cell) -> str:
-    more = f" +{len(cell.holders) - 1} more" if len(cell.holders) > 1 else ""
-    return short(cell.holders[0].label) + more
-
-
-def _title(t: LazyArray) -> str:
-    return f"{short(t.name)}  {t.spec.dtype.short} [{', '.join(map(str, t.shape))}]"
-
-
-def short(text: str) -> str:
-    """Shorten a text to its end, which is more specific than its beginning."""
-    text = printable(text)
-    return _plain(text if len(text) <= _LABEL else "\N{HORIZONTAL ELLIPSIS}" + text[1 - _LABEL :])
-
-
-def _plain(text: str) -> str:
-    """Escape "$", which starts mathematics in matplotlib."""
-    return text.replace("$", r"\$")

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..errors import DataError
+from ..inspect.architecture import layer_and_kind
+from ..inspect.layers import arranged
 from ..inspect.updates import UpdateSize, UpdateTable
-from .plot import axes_of, import_matplotlib, kind_labels, place_ticks, short
+from .layer_plots import Scale, layer_map
+from .style import (
+    axes_of,
+    colour_bar,
+    column_ticks,
+    headline,
+    heat,
+    import_matplotlib,
+    legend,
+    magnitudes,
+    row_ticks,
+    shades,
+    short,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,35 +38,50 @@ _QUANTITIES = {
     "weight": "L2 norm of the weight",
     "bound": "part of the elements that move by the learning rate",
 }
-_ROWS = 40  # rows of labels
-_COLOURS = "cividis"  # even in lightness, and the same for eyes that do not tell red from green
 _LEGEND = 10  # lines that have entries in a legend; more have a colour scale
 
 
 def layers_by_kind(table: UpdateTable, quantity: str, ax: Axes | None) -> Axes:
-    """Plot one checkpoint: a row is a layer, a column a kind of parameter. See `Updates.plot`."""
+    """Plot one checkpoint: a row is a kind of parameter, a column a layer. See `Updates.plot`."""
     _check(table, quantity)
-    cells: dict[tuple[int | None, str], list[UpdateSize]] = {}
+    import_matplotlib()
+    cells: dict[tuple[str, int | None], list[UpdateSize]] = {}
     for one in table:
-        cells.setdefault((one.layer, _kind(one.name)), []).append(one)
-    rows = sorted({row for row, _ in cells}, key=lambda row: -1 if row is None else row)
-    kinds = list(dict.fromkeys(kind for _, kind in cells))
-    values = np.full((len(rows), len(kinds)), math.nan)
-    for (row, kind), found in cells.items():
-        values[rows.index(row), kinds.index(kind)] = _together(found, quantity)
-    labels = ["-" if row is None else str(row) for row in rows]
-    ax = _map(values, labels, kind_labels(kinds), quantity, ax, slanted=True)
-    ax.set(title=_title(table, quantity), ylabel="layer")
-    return ax
+        cells.setdefault((layer_and_kind(one.name)[1], one.layer), []).append(one)
+    found = arranged(
+        quantity,
+        {
+            cell: (_together(some, quantity), "?" if any(one.error is not None for one in some) else "")
+            for cell, some in cells.items()
+        },
+    )
+    title, *notes = _title(table, quantity)
+    scale: Scale = "linear" if quantity == "bound" else "log"
+    return layer_map(found, ax, title, notes, scale, _QUANTITIES[quantity])
 
 
 def layers_by_step(table: UpdateTable, quantity: str, ax: Axes | None) -> Axes:
     """Plot a run: a row is a layer, a column a step. See `RunUpdates.plot`."""
     _check(table, quantity)
-    steps, rows = _by_row(table, quantity)
-    values = np.array([[found.get(step, math.nan) for step in steps] for found in rows.values()])
-    ax = _map(values, list(rows), [f"{step}" for step in steps], quantity, ax, slanted=len(steps) > 8)
-    ax.set(title=_title(table, quantity), xlabel="step", ylabel="layer")
+    import_matplotlib()
+    from matplotlib.colors import LogNorm
+
+    steps, found = _by_row(table, quantity)
+    values = np.array([[row.get(step, math.nan) for step in steps] for row in found.values()])
+    rows = list(found)
+    ax, theme = axes_of(ax, size_of(rows, len(steps)))
+    positive = values[np.isfinite(values) & (values > 0)]
+    scale = None
+    if len(positive):
+        low, high = float(positive.min()), float(positive.max())
+        scale = LogNorm(low, high if high > low else low * 1.0001)
+    image = heat(ax, values, magnitudes(theme).with_extremes(bad=theme.empty, under=theme.paper), scale, theme)
+    row_ticks(ax, rows)
+    column_ticks(ax, [f"{step}" for step in steps], slanted=len(steps) > 12)
+    ax.set(xlabel="step", ylabel="layer")
+    title, *notes = _title(table, quantity)
+    headline(ax, title, notes, theme)
+    colour_bar(ax, image, _QUANTITIES[quantity], theme)
     return ax
 
 
@@ -58,33 +89,39 @@ def curves(table: UpdateTable, quantity: str, ax: Axes | None) -> Axes:
     """Plot a run: a line for each layer over the steps. See `RunUpdates.plot`."""
     _check(table, quantity)
     steps, rows = _by_row(table, quantity)
-    plt = import_matplotlib()
+    import_matplotlib()
     from matplotlib.ticker import MaxNLocator
 
-    ax = axes_of((7, 4.5)) if ax is None else ax
-    shades = plt.get_cmap(_COLOURS)
+    ax, theme = axes_of(ax, (7.4, 4), grid="y")
     layers = [label for label in rows if label.isdecimal()]
+    tones = dict(zip(layers, shades(len(layers)), strict=True))
     for label, found in rows.items():
         known = [step for step in steps if step in found]
-        style: dict[str, Any] = {"linestyle": "--", "color": None}
-        if label.isdecimal():
-            style = {"color": shades(0.95 * layers.index(label) / max(1, len(layers) - 1))}
-        named = not label.isdecimal() or len(layers) <= _LEGEND
+        own = label not in tones
         ax.plot(
-            known, [found[step] for step in known], marker="o", markersize=3, label=label if named else None, **style
+            known,
+            [found[step] for step in known],
+            marker="o",
+            markersize=3,
+            linewidth=1.4,
+            linestyle="--" if own else "-",
+            color=theme.soft if own else tones[label],
+            label=label if own or len(layers) <= _LEGEND else None,
         )
     if any(value > 0 for found in rows.values() for value in found.values()):
         ax.set_yscale("log", nonpositive="mask")
     if ax.get_legend_handles_labels()[1]:
-        ax.legend(title="layer" if len(layers) <= _LEGEND else None, fontsize="small")
+        legend(ax, theme, title="layer" if len(layers) <= _LEGEND else "", outside=True)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(layers) > _LEGEND:
         from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import Normalize
+        from matplotlib.colors import ListedColormap, Normalize
 
-        bar = ax.figure.colorbar(ScalarMappable(Normalize(int(layers[0]), int(layers[-1])), shades), ax=ax)
-        bar.set_label("layer")
-    ax.set(title=_title(table, quantity), xlabel="step", ylabel=_QUANTITIES[quantity])
+        scale = ScalarMappable(Normalize(int(layers[0]), int(layers[-1])), ListedColormap(list(tones.values())))
+        colour_bar(ax, scale, "layer", theme)
+    ax.set(xlabel="step", ylabel=_QUANTITIES[quantity])
+    title, *notes = _title(table, quantity)
+    headline(ax, title, notes, theme)
     return ax
 
 
@@ -106,7 +143,7 @@ def _by_row(table: UpdateTable, quantity: str) -> tuple[list[int], Mapping[str, 
     inside = sorted((one for one in joined if one.layer is not None), key=lambda one: one.layer or 0)
     rows: dict[str, dict[int, float]] = {}
     for one in (*outside, *inside):
-        label = short(one.name) if one.layer is None else str(one.layer)
+        label = short(one.name, 34) if one.layer is None else str(one.layer)
         value = getattr(one, quantity)
         row = rows.setdefault(label, {})
         if value is not None and one.step is not None:
@@ -114,35 +151,8 @@ def _by_row(table: UpdateTable, quantity: str) -> tuple[list[int], Mapping[str, 
     return steps, rows
 
 
-def _map(
-    values: np.ndarray[Any, Any], rows: Sequence[str], columns: Sequence[str], quantity: str, ax: Any, slanted: bool
-) -> Any:
-    import_matplotlib()
-    from matplotlib.colors import LogNorm
-
-    wide = max(map(len, rows), default=0)
-    if ax is None:
-        high = 0.2 * len(rows) if len(rows) <= _ROWS else 0.13 * min(len(rows), 3 * _ROWS)
-        ax = axes_of((3.5 + 0.08 * wide + 0.35 * min(len(columns), _ROWS), 2.5 + high))
-    positive = values[np.isfinite(values) & (values > 0)]
-    scale = None
-    if len(positive) and quantity != "bound":
-        low, high = float(positive.min()), float(positive.max())
-        scale = LogNorm(low, high if high > low else low * 1.0001)
-    shades = import_matplotlib().get_cmap(_COLOURS).with_extremes(bad="lightgray", under="white")
-    image = ax.imshow(values, aspect="auto", interpolation="nearest", norm=scale, cmap=shades)
-    every = next(n for n in (1, 2, 5, 10, 20, 50, 100, 1000, len(rows)) if len(rows) <= n * _ROWS)
-    shown = [n for n, label in enumerate(rows) if not label.isdecimal() or int(label) % every == 0]
-    ax.set_yticks(shown, labels=[rows[n] for n in shown], fontsize=10 if len(rows) <= _ROWS else 8)
-    turned = {"rotation": 45, "ha": "right", "rotation_mode": "anchor"}
-    place_ticks(ax.set_xticks, list(columns), turned if slanted else {})
-    bar = ax.figure.colorbar(image, ax=ax)
-    bar.set_label(_QUANTITIES[quantity])
-    return ax
-
-
-def _title(table: UpdateTable, quantity: str) -> str:
-    """Return the title: the optimizer, and what the numbers assume."""
+def _title(table: UpdateTable, quantity: str) -> list[str]:
+    """Return the title with the optimizer, and what the numbers assume."""
     good = [one for one in table if one.error is None]
     kinds = "+".join(dict.fromkeys(one.optimizer for one in good))
     first = f"Last step of {kinds}" + (" in units of the weights" if quantity == "ratio" else "")
@@ -153,7 +163,7 @@ def _title(table: UpdateTable, quantity: str) -> str:
         notes.append("learning rates recorded for the next step")
     if not all(one.exact for one in good) and quantity != "weight":
         notes.append("for gradients that do not change")
-    return "\n".join([first, *([", ".join(notes)] if notes else [])])
+    return [first, *notes]
 
 
 def _together(found: Sequence[UpdateSize], quantity: str) -> float:
@@ -174,8 +184,3 @@ def _together(found: Sequence[UpdateSize], quantity: str) -> float:
     if quantity == "ratio":
         return update / weight if weight else math.nan
     return {"update": update, "weight": weight, "rms": update / math.sqrt(count) if count else math.nan}[quantity]
-
-
-def _kind(name: str) -> str:
-    """Return a name with "*" for every number between dots."""
-    return ".".join("*" if part.isascii() and part.isdigit() else part for part in name.split("."))

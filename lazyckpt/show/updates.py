@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..derive.updates import Step
 from ..errors import DataError, Problem
+from ..inspect.architecture import layer_and_kind
 from ..inspect.updates import Measured, UpdateSize, UpdateTable, measured
 from ..lazy import LazyArray
 from ..namespace import Namespace
@@ -120,7 +121,7 @@ class Updates(Mapping[str, LazyArray]):
         for name, full in self.view.full_names.items():
             one = self.steps[full]
             row = UpdateSize(
-                name, layer_of(full), step, one.optimizer, one.lr, one.rate, one.exact, count=one.update.numel
+                name, layer_and_kind(full)[0], step, one.optimizer, one.lr, one.rate, one.exact, count=one.update.numel
             )
             weight = LazyArray(store, one.weight)
             old = None if before is None else before.steps.get(full)
@@ -251,12 +252,3 @@ def chosen(view: Any, name: str | None) -> Any:
     if set(name) & set("*?["):
         return view.select(name)
     return view.select(f"{name.removesuffix('.')}.*")
-
-
-def layer_of(name: str) -> int | None:
-    """Return the first number between the dots of a name, which is that of the layer.
-
-    >>> layer_of("model.layers.3.experts.7.w"), layer_of("model.norm.weight")
-    (3, None)
-    """
-    return next((int(part) for part in name.split(".") if part.isascii() and part.isdigit() and len(part) < 10), None)

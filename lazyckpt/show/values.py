@@ -46,6 +46,62 @@ def values(t: LazyArray, width: int = 100) -> str:
     return _text(array, width, 0, edge)
 
 
+_CORNER = 3  # rows and columns at each end of a matrix that `corners` shows
+
+
+@dataclass(frozen=True, slots=True)
+class Corners:
+    """The corners of a tensor as a table of texts. None among the indices stands for what is left out."""
+
+    rows: tuple[int | None, ...]
+    columns: tuple[int | None, ...]
+    texts: tuple[tuple[str, ...], ...]
+    note: str
+    """Which matrix of a tensor of more dimensions this is, or ""."""
+
+
+def corners(t: LazyArray, edge: int = _CORNER) -> Corners:
+    """Read the first and last rows and columns of a matrix, the ends of a vector, or a number.
+
+    Of a tensor with more dimensions, the first matrix is taken. Reads nothing but these elements.
+    """
+    note = ""
+    if not t.numel():
+        return Corners((), (), (), "it has no elements")
+    if t.ndim > 2:
+        at = (0,) * (t.ndim - 2)
+        note = f"at [{', '.join(map(str, at))}, :, :]"
+        t = t.lazy[at]
+    shape = (1, 1, *t.shape)[-2:]
+    kept = [list(range(n)) if n <= 2 * edge + 1 else [*range(edge), *range(n - edge, n)] for n in shape]
+    for d in range(t.ndim):
+        keep, n = kept[d - t.ndim], t.shape[d]
+        if len(keep) < n:
+            t = t.lazy[(slice(None),) * d + (keep,)]
+    array = as_numbers(t[...]).reshape(len(kept[0]), len(kept[1]), -1)
+    texts = [[_element(x) for x in row] for row in array]
+    rows, columns = (_with_gap(keep, n, edge) for keep, n in zip(kept, shape, strict=True))
+    full = [_with_gap(line, shape[1], edge, "…") for line in texts]
+    if None in rows:
+        full.insert(edge, ["⋮" if column is not None else "⋱" for column in columns])
+    return Corners(tuple(rows), tuple(columns), tuple(map(tuple, full)), note)
+
+
+def _with_gap(items: list[Any], whole: int, edge: int, gap: Any = None) -> list[Any]:
+    """Return the items with a gap in the middle if they are not all."""
+    return items if len(items) == whole else [*items[:edge], gap, *items[edge:]]
+
+
+def _element(x: np.ndarray[Any, Any]) -> str:
+    """Return an element as text; several numbers if it is packed."""
+    if x.size > 1:
+        return " ".join(str(one) for one in x.tolist())
+    one = x.reshape(())[()]
+    if x.dtype.kind == "f":
+        return f"{one:.4g}"
+    return f"{one:.4g}" if x.dtype.kind == "c" else str(one)
+
+
 def json_values(t: LazyArray) -> Any:
     """Return all elements as nested lists, or raise DataError if there are more than `JSON_LIMIT`.
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from ..core.units import size_in_bytes
-from ..errors import DataError
+from ..errors import DataError, Problem
 from ..explore.subject import Subject
 from ..inspect.kept import with_files
 from ..namespace import Namespace
 from ..show.notebook import States
+from ..show.records import Problems, shown_meta
 from ..show.text import explain, frame_of, summary, tree
 from ..tensor import LazyTensor
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ..explore.report import Written
     from ..inspect.manifest import Digest
     from ..inspect.table import Table
+    from ..show.by_layer import LayerTable
     from ..show.plot import ViewPlots
 else:
     from ..deferred import torch
@@ -87,6 +89,23 @@ class Readable(Namespace[LazyTensor]):
         from ..show.html import view_html
 
         return view_html(self)
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Everything in the checkpoint that is not a tensor, as plain objects and inert records (`Opaque`)."""
+        if self._meta is None:
+            self._meta = shown_meta(super().meta)
+        return self._meta
+
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """What is missing or unusual in the checkpoint: sentences with a ``code`` to filter by and, if one file or
+        tensor is concerned, its ``path`` (`lazyckpt.Problem`).
+
+        If only values can decide the names of an optimizer's states, these are compared when such a state is first
+        listed or looked up. A problem says so until then, and remains if the values do not decide.
+        """
+        return Problems(super().problems)
 
     # -- reading
 
@@ -220,6 +239,44 @@ class Readable(Namespace[LazyTensor]):
 
         return stats_of_all(self.once()[0], bins, executor, memory, progress)
 
+    def by_layer(
+        self,
+        quantity: str = "norm",
+        *,
+        executor: Executor | None = None,
+        memory: int | str | None = None,
+        progress: bool | None = None,
+    ) -> LayerTable:
+        """Compute a quantity of every tensor, by kind of parameter and layer. Every tensor is read once.
+
+        The layer is the first number between the dots of a full name, the kind is the name with "*" for such numbers.
+        Tensors of the same layer and kind (experts) are taken together.
+
+        Parameters
+        ----------
+        quantity
+            "norm" (L2), "rms", "std", "absmax", "l1", "mean", "min", "max", "zeros", "nan" or "inf" (shares of the
+            elements).
+        executor, memory, progress
+            See `WriteOptions`.
+
+        Returns
+        -------
+        LayerTable
+            ``table.values`` has a row for each kind and a column for each layer; ``pandas.DataFrame(table)`` has a row
+            for each value; ``table.plot()`` draws a heat map, ``table.plot(lines=True)`` curves.
+
+        Raises
+        ------
+        DataError
+            There is no such quantity.
+        WorkerError
+            Workers of the executor died.
+        """
+        from ..show.by_layer import of_view
+
+        return of_view(self, quantity, executor=executor, memory=memory, progress=progress)
+
     def digest(
         self,
         *,
@@ -280,7 +337,8 @@ class Readable(Namespace[LazyTensor]):
 
     @property
     def plot(self) -> ViewPlots:
-        """Plots with matplotlib: ``view.plot.norms()``, ``hist(name)``, ``layout(name)``, ``singular_values(name)``."""
+        """Plots with matplotlib: ``view.plot()`` for an overview, ``view.plot.layers()``, ``view.plot.hist(name)``, and
+        others (`ViewPlots`)."""
         from ..show.plot import ViewPlots
 
         return ViewPlots(self)

@@ -4,7 +4,7 @@ The HTML consists of nested lists, `<details>` and inline CSS, and fetches nothi
 run; the lists remain readable where scripts and styles are stripped (GitHub).
 """
 
+from ...markup import Shown
 from .pages import shown, tensor_html, view_html
-from .parts import Shown
 
 __all__ = ["Shown", "shown", "tensor_html", "view_html"]

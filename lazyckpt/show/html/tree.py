@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Any
 
+from ...core.fragments import fragments_of
 from ...core.specs import TensorSpec
 from ...core.units import human_bytes, human_count, plural
 from ...errors import and_more
 from ...lazy import LazyArray, shape_of
+from ...markup import dtype_class, safe, tag
 from ...namespace import Namespace
 from ..layout import Holder, holders
 from ..outline import Node, chain
-from .parts import Colours, dtype_class, owner, safe, tag, title
 
 # -- The rows of the tree: in a long tree equal layers are folded into one row, and long lists of siblings are cut.
 
@@ -104,42 +104,44 @@ def _sums(nodes: Sequence[Node]) -> tuple[int, int, int]:
 # -- The rows as collapsible nested lists.
 
 _OPEN = 40  # maximum number of rows that are visible at first
-_BOXES = 12  # maximum number of boxes of a strip
-_LOOKED_AT = 40_000  # maximum number of fragments that are examined for the strips of one tree
+_LOOKED_AT = 40_000  # maximum number of fragments that are examined for the marks of one tree
 
 
-def tree_html(view: Namespace[Any], rows: Sequence[Row]) -> str:
-    """Return the rows of a view as nested lists, with the legend of the colours below."""
+def tree_html(rows: Sequence[Row], lost: frozenset[int] = frozenset(), css: str = "tree", most: int = _OPEN) -> str:
+    """Return the rows of a view as nested lists.
+
+    The bar at the end of a row shows its size beside those of its siblings: the largest of them fills it. ``lost`` are
+    the ids of nodes that cannot be read completely. At most ``most`` rows are visible at first.
+    """
     if not rows:
         return tag("p", "(no tensors)", "dim")
-    held = _held(view, rows)
-    colours = Colours()
-    listed = {holder: None for each in held.values() for holder in each}
-    if len(set(map(owner, listed))) < 2 and not any(holder.missing for holder in listed):
-        held = {}  # strips carry no information if there is one file and it is readable
-    body = tag("ul", _items(rows, _levels(rows), held, colours), "tree")
-    return body + (_legend(tuple(listed), colours) if held else "")
+    return tag("ul", _items(rows, _levels(rows, most), lost), css)
 
 
-def _levels(rows: Sequence[Row]) -> int:
+def _levels(rows: Sequence[Row], most: int) -> int:
     """Return the number of levels that are open at first."""
     levels, seen, level = 0, len(rows), list(rows)
     while level:
         level = [child for row in level for child in row.below]
         seen += len(level)
-        if seen > _OPEN or not level:
+        if seen > most or not level:
             break
         levels += 1
     return levels
 
 
-def _held(view: Namespace[Any], rows: Sequence[Row]) -> dict[int, tuple[Holder, ...]]:
-    """Return the holders of each row's tensor by the id of its node, for the first rows only if there are very many
-    fragments."""
+def lost_of(view: Namespace[Any], rows: Sequence[Row]) -> dict[int, tuple[Holder, ...]]:
+    """Return the holders that cannot be read, by the id of the node, for rows whose tensor has such; for the first rows
+    only if there are very many fragments."""
     found: dict[int, tuple[Holder, ...]] = {}
     left = _LOOKED_AT
     for row in _leaves(rows):
-        found[id(row.node)] = held = holders(view[row.node.name])
+        spec = row.node.spec
+        if spec is None or (spec.expr is None and fragments_of(spec.fragments).intact):
+            continue
+        held = holders(view[row.node.name])
+        if any(holder.missing for holder in held):
+            found[id(row.node)] = tuple(holder for holder in held if holder.missing)
         left -= len(held)
         if left < 0:
             break
@@ -153,44 +155,44 @@ def _leaves(rows: Sequence[Row]) -> Iterator[Row]:
         yield from _leaves(row.below)
 
 
-def _items(rows: Sequence[Row], levels: int, held: dict[int, tuple[Holder, ...]], colours: Colours) -> str:
-    return "\n".join(_item(row, levels, held, colours) for row in rows)
+def _items(rows: Sequence[Row], levels: int, lost: frozenset[int]) -> str:
+    most = max((row.nbytes for row in rows), default=0)
+    return "\n".join(_item(row, levels, lost, most) for row in rows)
 
 
-def _item(row: Row, levels: int, held: dict[int, tuple[Holder, ...]], colours: Colours) -> str:
+def _item(row: Row, levels: int, lost: frozenset[int], most: int) -> str:
     size, count = human_bytes(row.nbytes), human_count(row.numel)
-    spacer = tag("span", "", "strip") if held else ""
+    numbers = f'<span class="size">{size}</span> <span class="count">{count}</span>'
     if row.left_out:
         text = f"{and_more(row.left_out)} ({plural(row.tensors, 'tensor')})"
-        cells = [tag("span", text, "name dim"), tag("span", size, "size"), tag("span", count, "count"), spacer]
-        return tag("li", tag("div", " ".join(cells), "row leaf"), data_more=str(row.left_out))
-    label = _label(row)
-    where = {"data_range": row.alike} if row.alike else {"data_name": row.label}
+        cells = f'<span class="name dim">{text}</span> {numbers} {_bar(row, most, "")}'
+        return f'<li data-more="{row.left_out}"><div class="row leaf">{cells}</div></li>'
+    where = f'data-range="{row.alike}"' if row.alike else f'data-name="{safe(row.label, 400)}"'
     if row.leaf:
-        assert row.node.spec is not None  # a leaf has one
-        cells = [
-            label,
-            tag("span", kind_html(row.node.spec), "kind"),
-            tag("span", size if row.node.counted else "", "size"),
-            tag("span", count if row.node.counted else "", "count"),
-            _strip(held[id(row.node)], colours) if id(row.node) in held else spacer,
-        ]
-        return tag("li", tag("div", " ".join(cells), "row leaf"), **where)
-    cells = [
-        label,
-        tag("span", plural(row.tensors, "tensor"), "kind"),
-        tag("span", size, "size"),
-        tag("span", count, "count"),
-        spacer,
-    ]
-    below = tag("ul", _items(row.below, levels - 1, held, colours))
+        spec = row.node.spec
+        assert spec is not None  # a leaf has one
+        if not row.node.counted:
+            numbers = '<span class="size"></span> <span class="count"></span>'
+        css = "lost" if id(row.node) in lost else dtype_class(spec.dtype)
+        cells = (
+            f'{_label(row, css == "lost")} <span class="kind">{kind_html(spec)}</span> {numbers} {_bar(row, most, css)}'
+        )
+        return f'<li {where}><div class="row leaf">{cells}</div></li>'
+    cells = f'{_label(row)} <span class="kind">{plural(row.tensors, "tensor")}</span> {numbers} {_bar(row, most, "")}'
     start = "<details open>" if levels > 0 else "<details>"
-    fold = f"{start}{tag('summary', ' '.join(cells), 'row')}\n{below}</details>"
-    return tag("li", fold, **where)
+    below = f"<ul>{_items(row.below, levels - 1, lost)}</ul>"
+    return f'<li {where}>{start}<summary class="row">{cells}</summary>\n{below}</details></li>'
 
 
-def _label(row: Row) -> str:
-    name = tag("code", safe(row.label) or "&#x27;&#x27;")
+def _bar(row: Row, most: int, css: str) -> str:
+    """Return the bar of a row's size, which is full for the largest one of its siblings."""
+    share = 100 * row.nbytes / most if most else 0
+    inner = f'<span class="{css}" style="width:{share:.3g}%"></span>' if row.nbytes or css == "lost" else ""
+    return f'<span class="strip" aria-hidden="true">{inner}</span>'
+
+
+def _label(row: Row, lost: bool = False) -> str:
+    name = f"<code>{safe(row.label) or '&#x27;&#x27;'}</code>"
     if row.alike:
         first, _, rest = row.alike.partition("-")
         last, _, step = rest.partition("/")
@@ -199,46 +201,13 @@ def _label(row: Row) -> str:
         name += " " + tag("span", f"({row.times:,} alike; {first} is shown)", "dim")
     if row.leaf and row.node.tied:
         name += " " + tag("span", f"= {tag('code', safe(row.node.tied))}", "dim")
-    return tag("span", name, "name")
+    if lost:
+        name += tag("span", "incomplete", "mark")
+    return f'<span class="name">{name}</span>'
 
 
 def kind_html(t: LazyArray | TensorSpec) -> str:
     """Return the coloured dtype and the shape of a tensor."""
     dtype, sizes = (t.spec.dtype, shape_of(t)) if isinstance(t, LazyArray) else (t.dtype, t.shape)
     shape = f"[{', '.join(map(str, sizes))}]"
-    return f"{tag('b', dtype.short, dtype_class(dtype))} {safe(shape)}"
-
-
-def _strip(held: Sequence[Holder], colours: Colours) -> str:
-    """Return a strip with a box for each holder of a tensor; if there are very many, several share a box."""
-    size = ceil(len(held) / _BOXES)
-    groups = [held[n : n + size] for n in range(0, len(held), size)] if held else []
-    return tag("span", "".join(tag("span", "", colours.of(g), title=_title(g)) for g in groups), "strip")
-
-
-def _title(held: Sequence[Holder]) -> str:
-    """Return a tooltip that is cut to its end, which distinguishes files: a page can have thousands."""
-    text = title(held)
-    return text if len(text) <= 100 else "…" + text[-99:]
-
-
-def _legend(listed: Sequence[Holder], colours: Colours, most: int = 24) -> str:
-    """Return the legend of the colours, with a line for each rank or, where ranks are unknown, each file."""
-    owned: dict[object, list[Holder]] = {}
-    for holder in listed:
-        owned.setdefault(owner(holder), []).append(holder)
-    lines = []
-    for held in list(owned.values())[:most]:
-        label = max((h.label for h in held), key=lambda label: (label != "rank 0", len(label)))
-        paths = {h.path: h.missing for h in held}
-        note = plural(len(paths), "file") if len(paths) > 1 else held[0].path if held[0].path != label else ""
-        lost = sum(map(bool, paths.values()))
-        note += " (missing)" if lost == len(paths) else f" ({lost:,} missing)" if lost else ""
-        swatch = tag("span", "", f"swatch {colours.of(held)}")
-        lines.append(tag("li", f"{swatch} {safe(label)} {tag('span', safe(note), 'dim')}"))
-    if len(owned) > most:
-        lines.append(tag("li", and_more(len(owned) - most), "dim"))
-    kinds = "ranks" if listed[0].rank else "files"
-    which = f"colours of {len(owned):,} {kinds}" if len(owned) > 1 else "location"
-    head = tag("summary", which, "dim")
-    return tag("details", head + tag("ul", "\n".join(lines)), "legend")
+    return f'<b class="{dtype_class(dtype)}">{dtype.short}</b> {safe(shape)}'

@@ -33,13 +33,6 @@ export interface About {
   sides: Side[];
 }
 
-export interface Tree {
-  names: string[];
-  kinds: { shape: number[]; dtype: string; itemsize: number }[];
-  kind: number[];
-  tied: Record<string, string>;
-}
-
 const ARRAYS = {
   float32: Float32Array,
   float64: Float64Array,

@@ -1,18 +1,32 @@
-// The frame of the application: what is shown, the pages, the theme.
+// The frame of the application: what is shown, its problems, the pages, the state and the theme.
 
-import { useEffect, useMemo, useState } from "preact/hooks";
-import type { About, Api } from "./api";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import type { About, Api, Problem, Side } from "./api";
 import { Explorer, linkTo, useLoaded, type Context } from "./context";
+import { isTyping, KEYS } from "./keys";
 import { PAGES } from "./pages";
 import type { RouteStore } from "./route";
+import { keepTheme, keptTheme, THEMES, type Theme } from "./theme";
+import { Dialog } from "./ui/dialog";
 import { Failure } from "./ui/failure";
 import { bytes, count, grouped, shownName } from "./ui/text";
+
+const SHARED = ["state", "step", "side", "name"]; // parameters that go along to another page
 
 export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const [route, setRoute] = useState(routes.read());
   useEffect(() => routes.listen(() => setRoute(routes.read())), [routes]);
   const step = route.params["step"];
   const about = useLoaded((signal) => api.json<About>("about", { step }, signal), [api, step]);
+  const frame = useRef<HTMLDivElement>(null);
+  const [theme, setTheme] = useState<Theme>(keptTheme);
+  const [window_, setWindow] = useState<"help" | "problems" | null>(null);
+  useEffect(() => {
+    const root = frame.current?.closest<HTMLElement>(".lazyckpt-explorer");
+    if (!root) return;
+    if (theme === "auto") delete root.dataset["theme"];
+    else root.dataset["theme"] = theme;
+  });
   const context = useMemo<Context | null>(
     () =>
       about.value
@@ -21,7 +35,8 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
             about: about.value,
             route,
             go(params, page = route.page, replace = false) {
-              const merged = { ...(page === route.page ? route.params : {}), ...params };
+              const shared = Object.fromEntries(SHARED.map((name) => [name, route.params[name]]));
+              const merged = { ...(page === route.page ? route.params : shared), ...params };
               const given = Object.entries(merged).filter((pair): pair is [string, string] => !!pair[1]);
               routes.write({ page, params: Object.fromEntries(given) }, replace);
             },
@@ -29,34 +44,183 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
         : null,
     [api, about.value, route, routes],
   );
+  const pages = context ? PAGES.filter((page) => page.shown(context.about)) : [];
+  const page = pages.find(({ id }) => id === route.page) ?? pages[0];
+  useEffect(() => {
+    if (context && frame.current?.closest("#explorer")) document.title = `${shownName(context.about.title)} · lazyckpt`;
+  }, [context?.about.title]);
+  const switchTheme = () => {
+    const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]!;
+    keepTheme(next);
+    setTheme(next);
+  };
+  const onKey = (event: KeyboardEvent) => {
+    if (isTyping(event) || event.ctrlKey || event.metaKey || event.altKey || window_) return;
+    const number = Number(event.key);
+    const inTree = (event.target as Element).closest?.("[role=tree]"); // where letters go to names
+    if (event.key === "?") setWindow("help");
+    else if (event.key === "t" && !inTree) switchTheme();
+    else if (event.key === "/") {
+      event.preventDefault();
+      const field = frame.current?.querySelector<HTMLInputElement>("input[type=search]");
+      if (field) field.focus();
+      else context?.go({}, "tree");
+    } else if (number >= 1 && pages[number - 1] && !inTree) context?.go({}, pages[number - 1]!.id);
+  };
+  useEffect(() => {
+    // keys count within the explorer; a page of its own has nothing else, and then they count everywhere
+    const root = frame.current?.closest(".lazyckpt-explorer");
+    const target: EventTarget = root?.id === "explorer" || root?.parentElement === document.body ? document : (root ?? document);
+    const listener = (event: Event) => onKey(event as KeyboardEvent);
+    target.addEventListener("keydown", listener);
+    return () => target.removeEventListener("keydown", listener);
+  });
   if (about.error) return <Failure error={about.error} />;
-  if (!context) return <p class="quiet">Opening …</p>;
-  const pages = PAGES.filter((page) => page.shown(context.about));
-  const page = pages.find(({ id }) => id === route.page) ?? pages[0]!;
+  if (!context || !page) {
+    return (
+      <div class="frame" ref={frame}>
+        <p class="quiet" role="status">
+          Opening …
+        </p>
+      </div>
+    );
+  }
   const { title, kind, sides } = context.about;
-  const side = sides[0]!;
+  const side = sides[route.params["side"] === "b" ? 1 : 0] ?? sides[0]!;
+  const problems = sides.flatMap((one) => one.problems);
   return (
     <Explorer.Provider value={context}>
-      <header class="top">
-        <h1>{shownName(title)}</h1>
-        <p class="quiet">
-          {kind === "checkpoint" ? side.format : kind} · {count(side.numel)} parameters · {bytes(side.nbytes)} ·{" "}
-          {grouped(side.tensors)} tensors in {grouped(side.files)} files
-        </p>
-        <nav aria-label="Pages">
-          {pages.map(({ id, title }) => (
-            <a href={linkTo(id, {})} aria-current={id === page.id ? "page" : undefined} onClick={(event) => {
-                event.preventDefault();
-                context.go({}, id);
-              }}>
-              {title}
-            </a>
-          ))}
-        </nav>
-      </header>
-      <main>
-        <page.component key={page.id} />
-      </main>
+      <div class="frame" ref={frame}>
+        <header class="top">
+          <div class="top-line">
+            <h1>{shownName(title)}</h1>
+            <p class="top-facts">
+              {kind === "checkpoint" ? side.format : kind} · {count(side.numel)} parameters · {bytes(side.nbytes)} ·{" "}
+              {grouped(side.tensors)} {side.tensors === 1 ? "tensor" : "tensors"} in {grouped(side.files)}{" "}
+              {side.files === 1 ? "file" : "files"}
+            </p>
+            <div class="top-tools">
+              {problems.length > 0 && <ProblemButton problems={problems} sides={sides} onClick={() => setWindow("problems")} />}
+              {sides.length > 1 && (
+                <select
+                  aria-label="checkpoint"
+                  value={route.params["side"] ?? "a"}
+                  onChange={(event) => context.go({ side: event.currentTarget.value === "b" ? "b" : undefined })}
+                >
+                  <option value="a">A: {shownName(sides[0]!.root)}</option>
+                  <option value="b">B: {shownName(sides[1]!.root)}</option>
+                </select>
+              )}
+              <StateSwitch side={side} context={context} />
+              <button type="button" class="small" onClick={switchTheme} title="theme: as the system, light, dark (t)">
+                {{ auto: "◐ auto", light: "○ light", dark: "● dark" }[theme]}
+              </button>
+              <button type="button" class="small" onClick={() => setWindow("help")} aria-label="keys and help" title="keys and help (?)">
+                ?
+              </button>
+            </div>
+          </div>
+          <nav aria-label="Pages">
+            {pages.map(({ id, title }) => (
+              <a
+                key={id}
+                href={linkTo(id, {})}
+                aria-current={id === page.id ? "page" : undefined}
+                onClick={(event) => {
+                  if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+                  event.preventDefault();
+                  context.go({}, id);
+                }}
+              >
+                {title}
+              </a>
+            ))}
+          </nav>
+        </header>
+        <main tabIndex={-1}>
+          <page.component key={page.id} />
+        </main>
+        {window_ === "help" && <Help context={context} side={side} onClose={() => setWindow(null)} />}
+        {window_ === "problems" && <Problems sides={sides} onClose={() => setWindow(null)} />}
+      </div>
     </Explorer.Provider>
+  );
+}
+
+function StateSwitch({ side, context }: { side: Side; context: Context }) {
+  if (side.states.length < 2) return null;
+  return (
+    <select
+      aria-label="state"
+      title="state: weights, or what the optimizer keeps for each weight"
+      value={context.route.params["state"] ?? side.state}
+      onChange={(event) => {
+        const { value } = event.currentTarget;
+        context.go({ state: value === side.state ? undefined : value });
+      }}
+    >
+      {side.states.map(({ name, nbytes }) => (
+        <option key={name} value={name}>
+          {shownName(name)} ({bytes(nbytes)})
+        </option>
+      ))}
+      <option value="stored">as stored</option>
+    </select>
+  );
+}
+
+function ProblemButton({ problems, sides, onClick }: { problems: Problem[]; sides: Side[]; onClick(): void }) {
+  const all = sides.reduce((n, side) => n + side.problems_in_all, 0);
+  const worst = (["error", "warning", "note"] as const).find((kind) => problems.some(({ severity }) => severity === kind))!;
+  const noun = { error: "problem", warning: "problem", note: "note" }[worst];
+  return (
+    <button type="button" class={`problem-count ${worst}`} onClick={onClick}>
+      {grouped(all)} {all === 1 ? noun : `${noun}s`}
+    </button>
+  );
+}
+
+function Problems({ sides, onClose }: { sides: Side[]; onClose(): void }) {
+  return (
+    <Dialog title="Problems" onClose={onClose}>
+      {sides.map((side, n) => (
+        <section key={n}>
+          {sides.length > 1 && <h3>{shownName(side.root)}</h3>}
+          <ul class="problems">
+            {side.problems.map((problem, m) => (
+              <li key={m}>
+                <strong class={problem.severity}>{problem.severity}</strong>
+                {shownName(problem.text, 2000)} <code class="quiet">{problem.code}</code>
+                {problem.advice && <span class="advice">{problem.advice}</span>}
+              </li>
+            ))}
+          </ul>
+          {side.problems_in_all > side.problems.length && (
+            <p class="quiet">and {grouped(side.problems_in_all - side.problems.length)} more: view.problems lists all</p>
+          )}
+        </section>
+      ))}
+    </Dialog>
+  );
+}
+
+function Help({ context, side, onClose }: { context: Context; side: Side; onClose(): void }) {
+  return (
+    <Dialog title="Help" onClose={onClose}>
+      <dl class="keys">
+        {KEYS.map(([key, what]) => [
+          <dt key={key}>
+            {key.split(" ").map((one, n) => (one === "…" ? " … " : <kbd key={n}>{one}</kbd>))}
+          </dt>,
+          <dd key={what}>{what}</dd>,
+        ])}
+      </dl>
+      <p>The address of the page is a link to what is on screen. Every picture and table can be saved.</p>
+      <h3>This checkpoint</h3>
+      <dl class="keys">
+        {side.facts.map(([what, value]) => [<dt key={what}>{what}</dt>, <dd key={`=${what}`}>{shownName(value, 1000)}</dd>])}
+      </dl>
+      {!context.api.live && <p class="quiet">This is a report: it holds a part of the values. `lazyckpt serve` shows them all.</p>}
+    </Dialog>
   );
 }

@@ -2,6 +2,9 @@
 
 import type { ComponentType } from "preact";
 import type { About } from "./api";
+import { ArchitecturePage } from "./pages/architecture";
+import { RanksPage } from "./pages/ranks";
+import { TensorPage } from "./pages/tensor";
 import { TreePage } from "./pages/tree";
 
 export interface Page {
@@ -15,4 +18,7 @@ export interface Page {
 
 export const PAGES: Page[] = [
   { id: "tree", title: "Tensors", component: TreePage, shown: () => true },
+  { id: "tensor", title: "Tensor", component: TensorPage, shown: () => true },
+  { id: "architecture", title: "Architecture", component: ArchitecturePage, shown: () => true },
+  { id: "ranks", title: "Ranks", component: RanksPage, shown: ({ sides }) => sides.some((side) => side.files > 1) },
 ];

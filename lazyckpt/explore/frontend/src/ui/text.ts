@@ -27,11 +27,11 @@ export function grouped(n: number): string {
   return n.toLocaleString("en-US");
 }
 
-const UNSAFE = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu;
+export const UNSAFE = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu;
 const LONGEST = 300;
 
 /** A name from a file as one harmless line: control and direction characters are escaped, the middle of long ones left out. */
-export function shownName(name: string): string {
+export function shownName(name: string, longest = LONGEST): string {
   const safe = name.replace(UNSAFE, (c) => `\\u{${c.codePointAt(0)!.toString(16)}}`);
-  return safe.length <= LONGEST ? safe : `${safe.slice(0, LONGEST / 2)}…${safe.slice(-LONGEST / 2)}`;
+  return safe.length <= longest ? safe : `${safe.slice(0, longest / 2)}…${safe.slice(-longest / 2)}`;
 }

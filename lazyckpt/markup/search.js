@@ -3,7 +3,7 @@
 // and "0-126/2" (every second) represent the numbers in the range.
 for (const root of document.querySelectorAll(".lazyckpt:not([data-on])")) {
   root.dataset.on = "1";
-  const tree = root.querySelector(".tree");
+  const tree = root.querySelector(".tree:not(.side)");
   if (!tree || tree.querySelectorAll("li").length < 4) continue;
   const input = document.createElement("input");
   input.type = "search";

@@ -1,0 +1,142 @@
+"""Numbers of tensors that take reading: norms of a checkpoint, differences of two. A thread computes them in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from math import sqrt
+from threading import Thread
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from ..core.units import human_bytes
+from ..errors import LazyckptError
+from ..lazy import LazyArray
+from .subject import Pair, Subject, same_shape
+
+if TYPE_CHECKING:
+    from ..inspect.diff import Difference
+    from ..inspect.table import Stats
+    from .rows import Row
+
+_EVERY = 0.1  # seconds between updates of the screen
+AT_ONCE = 2 << 30  # bytes of a comparison that are read without being asked for
+
+
+class Measures:
+    """The numbers so far, by name. ``changed`` is called on the thread of the screen when there are more."""
+
+    def __init__(self, changed: Callable[[], None]) -> None:
+        self.found: dict[str, Stats | Difference] = {}
+        self.total = self.read = 0  # bytes
+        self._changed = changed
+        self._executor: ThreadPoolExecutor | None = None
+
+    @property
+    def busy(self) -> bool:
+        return self._executor is not None
+
+    @property
+    def progress(self) -> str:
+        """How much has been read, as text."""
+        return f"read {human_bytes(self.read)} of {human_bytes(self.total)}"
+
+    def start(self, subject: Subject, names: Iterable[str]) -> None:
+        """Measure the tensors of these names that have no numbers yet."""
+        self.stop()
+        jobs = [job for job in self._jobs(subject, names) if job[0] not in self.found]
+        if not jobs:
+            return
+        self.total, self.read = sum(size for _, size, _ in jobs), 0
+        executor = self._executor = ThreadPoolExecutor(thread_name_prefix="lazyckpt-browse")
+        loop = asyncio.get_running_loop()
+        Thread(target=self._run, args=(jobs, executor, loop), daemon=True).start()
+
+    def _jobs(
+        self, subject: Subject, names: Iterable[str]
+    ) -> Iterator[tuple[str, int, Callable[[ThreadPoolExecutor], Any]]]:
+        for name in names:
+            if isinstance(subject, Pair):
+                pair = subject.both(name)
+                size = sum(t.nbytes for t in pair if t is not None) if same_shape(pair) else 0
+                yield name, size, lambda executor, name=name, pair=pair: compared(name, pair, executor)
+            else:
+                t = subject.tensor(name)
+                yield name, t.nbytes, lambda executor, t=t: measured(t, executor)
+
+    def _run(self, jobs: Sequence[Any], executor: ThreadPoolExecutor, loop: asyncio.AbstractEventLoop) -> None:
+        last = 0.0
+        for n, (name, size, work) in enumerate(jobs):
+            try:
+                found = work(executor)
+            except (LazyckptError, OSError, RuntimeError):
+                if self._executor is not executor:
+                    return  # stopped: the executor was shut down
+                found = None  # its own pane says why it cannot be read
+            if self._executor is not executor:
+                return
+            if found is not None:
+                self.found[name] = found
+            self.read += size
+            if n == len(jobs) - 1:
+                self._executor = None
+                executor.shutdown(wait=False)
+            if monotonic() - last > _EVERY or n == len(jobs) - 1:
+                last = monotonic()
+                with suppress(RuntimeError):  # the program has ended and its loop is closed
+                    loop.call_soon_threadsafe(self._changed)
+
+    def stop(self) -> bool:
+        """Stop measuring. Return whether that was in progress."""
+        executor, self._executor = self._executor, None
+        if executor is None:
+            return False
+        executor.shutdown(wait=False, cancel_futures=True)
+        self._changed()
+        return True
+
+    # -- the numbers of rows
+
+    def norm(self, row: Row) -> float | None:
+        """Return the norm of the tensors of a row, as far as they have been measured."""
+        squares = [norm * norm for one in self.of(row) if (norm := getattr(one, "l2", None)) is not None]
+        return sqrt(sum(squares)) if squares else None
+
+    def worst(self, row: Row) -> Difference | None:
+        """Return the difference of the tensor of a row that differs most, as far as they have been compared."""
+        from ..show.differences import farness
+
+        found: list[Any] = list(self.of(row))
+        return max(found, key=farness, default=None)
+
+    def farness(self, row: Row) -> float | None:
+        """Return the largest relative difference of the tensors of a row."""
+        from ..show.differences import farness
+
+        worst = self.worst(row)
+        return None if worst is None else farness(worst)[0]
+
+    def of(self, row: Row) -> Iterator[Stats | Difference]:
+        """Yield the numbers of the tensors of a row."""
+        found = self.found
+        if found:
+            yield from (found[name] for name in row.names() if name in found)
+
+
+def measured(t: LazyArray, executor: ThreadPoolExecutor | None = None) -> Stats:
+    """Return the statistics of a tensor. Raises what reading raises."""
+    from ..inspect.stats import stats_of
+
+    return stats_of(t, None, executor, None, progress=False)
+
+
+def compared(
+    name: str, pair: tuple[LazyArray | None, LazyArray | None], executor: ThreadPoolExecutor | None = None
+) -> Difference:
+    """Return the difference of two tensors. Raises what reading raises."""
+    from ..inspect.diff import diff
+
+    a, b = ({name: t} if t is not None else {} for t in pair)
+    return diff(a, b, executor=executor, progress=False)[0]

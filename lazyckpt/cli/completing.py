@@ -1,0 +1,84 @@
+"""What Tab completes on the command line: names and prefixes of tensors, states and formats.
+
+A completion prints nothing but its proposals, reads no tensor data and opens no URLs. A shell evaluates what is
+proposed: names with any character that may mean something to a shell are not.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from ..view import CheckpointView
+
+_PLAIN = re.compile(r"[A-Za-z0-9_./+@,-]+")
+_MOST = 500  # proposals
+
+
+def levels(names: Sequence[str], start: str) -> list[str]:
+    """Return how names that begin with a text go on, up to the next dot. ``names`` are sorted.
+
+    >>> levels(["layers.0.up", "layers.1.up", "norm"], "l")
+    ['layers.0.up', 'layers.1.up']
+    >>> levels(["a.0.down", "a.0.up", "a.1.up"], "a.")
+    ['a.0.', 'a.1.up']
+    """
+    while True:
+        found: list[str] = []
+        at = bisect_left(names, start)
+        while at < len(names) and names[at].startswith(start) and len(found) < _MOST:
+            dot = names[at].find(".", len(start))
+            if dot < 0:
+                found.append(names[at])
+                at += 1
+            else:
+                level = names[at][: dot + 1]
+                stop = bisect_left(names, level[:-1] + "/", at)  # "/" follows "." in ASCII
+                found.append(level if stop - at > 1 else names[at])
+                at = max(stop, at + 1)
+        if len(found) != 1 or not found[0].endswith("."):
+            return found
+        start = found[0]  # a level with nothing beside it: go on below it
+
+
+def tensors(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Propose the names of the checkpoint's tensors, level by level."""
+    return _of_view(ctx, lambda view: levels(view.names.sorted, incomplete))
+
+
+def states(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Propose the states of the checkpoint."""
+    return _of_view(ctx, lambda view: [state for state in view.states if state.startswith(incomplete)], state=False)
+
+
+def formats(incomplete: str) -> list[str]:
+    """Propose the names of readers."""
+    from ..formats.registry import readers
+
+    return [reader.name for reader in readers() if reader.name.startswith(incomplete)]
+
+
+def _of_view(ctx: typer.Context, propose: Callable[[CheckpointView], list[str]], state: bool = True) -> list[str]:
+    from ..io.storage.urls import is_url
+    from .options import open_view
+
+    given: dict[str, Any] = ctx.params
+    path = given.get("path")
+    if not path or is_url(path):
+        return []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            chosen = (given.get("state"), bool(given.get("stored"))) if state else (None, False)
+            options = [given.get(name) for name in ("tag", "format", "rules", "base")]
+            view = open_view(os.path.expanduser(path), *chosen, *options)
+            return [name for name in propose(view) if _PLAIN.fullmatch(name)]
+        except Exception:  # there is nothing to propose; the command itself says why
+            return []

@@ -1,0 +1,199 @@
+"""``tensor``: what is known of one tensor without its values; ``tensor/layout``: which rank holds which block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from ...core.expr import formula
+from ...core.names import shortened
+from ...errors import DataError, printable
+from ...inspect.bits import has_bits
+from ...inspect.numbers import number_shape
+from ...inspect.report import kind_of
+from ...inspect.stats import LIMIT
+from ...inspect.whereabouts import ranges_of
+from ...layouts.rename.apply import heads_of
+from ...layouts.tables import pattern
+from ...lazy import LazyArray
+from ...namespace import STORED
+from ...show.layout import drawing, holders, ranges
+from ..query import Query
+from ..subject import Subject, View, Wanted
+from .drawn import good_wrap
+
+_RANGES = 1000  # maximum number of ranges of files that are listed
+_PROBLEMS = 50  # maximum number of problems that are listed
+
+
+def tensor(subject: Subject, query: Query) -> dict[str, Any]:
+    """Describe a tensor. No elements are read.
+
+    Parameters of the request: those of `Subject.tensor`.
+
+    Returns
+    -------
+    dict
+        ``name``, ``shape``, ``dtype``, ``short`` (name of the dtype), ``itemsize``, ``nbytes``, ``numel``. ``numbers``:
+        the shape in numbers (a byte of packed 4-bit floats has two), or null if the elements are no numbers. ``wrap``:
+        in how many columns a tensor of one dimension is best drawn, or null. ``bits`` and ``spectrum``: whether those
+        requests take the tensor. ``state``; ``states``: name, shape and dtype in each
+        state that has the tensor. ``owner``: the name that owns a tied tensor. ``about``: pairs of label and text.
+        ``python``: the expression that opens the tensor. ``ranges``: where the bytes lie, and ``ranges_in_all``.
+        ``problems``: those of its files. ``heads``: attention heads, as start and stop along a dimension, or null.
+    """
+    view = subject.checkpoint(query)
+    part = subject.part(query)
+    t = subject.tensor(query)
+    name = query.text("name")
+    dtype = t.spec.dtype
+    try:
+        numbers = list(number_shape(t))
+    except DataError:
+        numbers = None
+    owner = part.owner(name)
+    listed, in_all = ranges_of(t, _RANGES)
+    labels: dict[str, list[Any]] = {}
+    for operand in t.operands:
+        for holder in holders(operand):
+            labels.setdefault(holder.path, []).append(holder)
+    paths = {one.path for one in listed}
+    return {
+        "name": name,
+        "shape": list(t.shape),
+        "dtype": str(dtype),
+        "short": dtype.short,
+        "itemsize": dtype.itemsize,
+        "nbytes": t.nbytes,
+        "numel": t.numel(),
+        "numbers": numbers,
+        "wrap": None if numbers is None else good_wrap(numbers),
+        "bits": has_bits(dtype),
+        "complex": dtype.is_complex,
+        "spectrum": numbers is not None and len(numbers) == len(t.shape) >= 2 and min(t.shape[-2:]) <= LIMIT,
+        "state": part.state,
+        "states": [_in_state(state, view, name) for state in view.states if view.states[state].exact(name) is not None],
+        "owner": owner if owner != name else None,
+        "about": [[label, printable(text)] for label, text in _about(t) if text],
+        "python": _python(subject, query, view, part, name),
+        "ranges": [
+            {**asdict(one), "path": printable(one.path), "rank": printable(ranges(labels.get(one.path, [])))}
+            for one in listed
+        ],
+        "ranges_in_all": in_all,
+        "problems": [
+            {"code": one.code, "severity": kind_of(one.code).severity, "text": printable(str(one))}
+            for one in view.problems
+            if one.path in paths or one.path == name
+        ][:_PROBLEMS],
+        "heads": _heads(view, name, tuple(t.shape)),
+    }
+
+
+def _in_state(state: str, view: View, name: str) -> dict[str, Any]:
+    t = view.states[state].exact(name)
+    return {"name": state, "shape": list(t.shape), "dtype": str(t.spec.dtype), "short": t.spec.dtype.short}
+
+
+def _about(t: LazyArray) -> Iterator[tuple[str, str]]:
+    if t.spec.expr is not None:
+        yield "computed as", formula(t.spec)
+    yield "stored as", shortened(t.spec.stored_as) if t.spec.stored_as else ""
+    yield "formed by", t.spec.rule
+
+
+def _python(subject: Subject, query: Query, view: View, part: View, name: str) -> str:
+    """Return the expression of Python that is the tensor, as one would write it."""
+    if subject.run is not None:
+        steps = subject.run.steps
+        text = f"lazyckpt.open_run({subject.view.root!r}).at({query.number('step', steps[-1], min(steps), max(steps))})"
+    else:
+        text = f"lazyckpt.open({view.root!r})"
+    if part.state == STORED:
+        text += ".stored"
+    elif part is not view:
+        text += f".states[{part.state!r}]"
+    return f"{text}[{part.full_name(name)!r}]"
+
+
+def _heads(view: View, name: str, shape: tuple[int, ...]) -> dict[str, Any] | None:
+    """Return the heads of an attention weight, by the configuration: names and intervals along a dimension.
+
+    Fused weights are divided only if they are megatron-core's, which cuts them by groups: q of the group's heads, k, v.
+    """
+    found = heads_of(view.meta)
+    if found is None or not shape:
+        return None
+    slices: list[tuple[str, int, int]] = []
+    dim = 0
+    if pattern("attention.gathered").search(name):
+        at = 0
+        for group in range(found.groups):
+            each = found.queries // found.groups
+            for what in (*(f"q {group * each + n}" for n in range(each)), f"k {group}", f"v {group}"):
+                slices.append((what, at, at + found.dim))
+                at += found.dim
+    elif pattern("attention.q").search(name) or pattern("attention.kv").search(name):
+        queries = pattern("attention.q").search(name)
+        count, what = (found.queries, "head") if queries else (found.groups, "group")
+        slices = [(f"{what} {n}", n * found.dim, (n + 1) * found.dim) for n in range(count)]
+    elif pattern("attention.out").search(name) and len(shape) == 2:
+        dim = 1
+        slices = [(f"head {n}", n * found.dim, (n + 1) * found.dim) for n in range(found.queries)]
+    if not slices or slices[-1][2] != shape[dim]:  # the configuration does not describe this tensor
+        return None
+    return {"dim": dim, "slices": [list(one) for one in slices]}
+
+
+def layout(subject: Subject, query: Query) -> dict[str, Any]:
+    """Return which rank holds which block of a tensor, on the two dimensions along which it is cut most.
+
+    Parameters of the request: those of `Subject.tensor`. ``cells``: the maximum number of blocks.
+
+    Returns
+    -------
+    dict
+        ``row_dim``, ``col_dim`` (null if not drawn), ``rows``, ``cols`` (intervals of elements). ``cells``: ``rows``,
+        ``cols``, ``holders`` (indices into ``labels``), ``missing``. ``labels``: label and path of each holder.
+        ``merged``: whether neighbouring blocks are drawn together. ``undrawn``: further dimensions that are cut.
+        ``parts``: true if the tensor is computed from several tensors, whose blocks are not drawn.
+    """
+    found = drawing(subject.tensor(query), query.number("cells", 400, 1, 5000))
+    index = {holder: n for n, holder in enumerate(found.holders)}
+    return {
+        "row_dim": found.row_dim,
+        "col_dim": found.col_dim,
+        "rows": found.rows,
+        "cols": found.cols,
+        "cells": [
+            {"rows": cell.rows, "cols": cell.cols, "holders": [index[h] for h in cell.holders], "missing": cell.missing}
+            for cell in found.cells
+        ],
+        "labels": [[printable(holder.label), printable(holder.path)] for holder in found.holders],
+        "blocks": found.blocks,
+        "complete": found.complete,
+        "merged": found.merged,
+        "undrawn": found.undrawn,
+    }
+
+
+def _report(subject: Subject) -> Iterator[Wanted]:
+    """Yield the facts, a small picture and a histogram of each tensor."""
+    view = subject.view
+    for name, t in view.items():
+        yield Wanted("tensor", {"name": name})
+        try:
+            shape = number_shape(t)
+        except DataError:
+            continue
+        values = {"name": name, "rows": "64", "cols": "64", "exact": "auto"}
+        wrap = good_wrap(shape)
+        if wrap is not None:
+            values["wrap"] = str(wrap)
+        yield Wanted("tensor/tile", values, t.nbytes)
+        yield Wanted("tensor/histogram", {"name": name, "bins": "100", "scale": "linear", "exact": "auto"}, t.nbytes)
+
+
+ENDPOINTS = {"tensor": tensor, "tensor/layout": layout}
+REPORT = _report

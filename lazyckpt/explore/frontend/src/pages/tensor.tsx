@@ -1,0 +1,374 @@
+// One tensor: its picture from the whole down to one element, and what its values are.
+
+import type { ComponentChildren } from "preact";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import type { Numbers } from "../api";
+import { useExplorer, useLoaded } from "../context";
+import { Cards, type Facts } from "../tensor/cards";
+import { colourTable, css } from "../ui/colours";
+import { sample, scaleOf, type Scale, type ScaleKind } from "../ui/colourscale";
+import { Failure } from "../ui/failure";
+import { Figure } from "../ui/figure";
+import { HeatMap, cellValue, type How, type Mark, type Outline, type Values } from "../ui/heatmap";
+import { CopyButton } from "../ui/python";
+import { around, partOf, partText, pythonIndex, rootTile, whole, type Size, type Tile } from "../ui/pyramid";
+import { shortNumber } from "../ui/axis";
+import { bytes, grouped, shownName } from "../ui/text";
+import "./tensor.css";
+
+const LIVE = 512; // rows and columns of cells of the whole
+const REPORT = 64; // the same in a report
+
+interface Layout {
+  row_dim: number | null;
+  col_dim: number | null;
+  cells: { rows: [number, number]; cols: [number, number]; holders: number[]; missing: boolean }[];
+  labels: [string, string][];
+}
+
+export function TensorPage() {
+  const { api, route } = useExplorer();
+  const { name, state, step, side } = route.params;
+  const facts = useLoaded(
+    (signal) => (name === undefined ? Promise.resolve(undefined) : api.json<Facts>("tensor", { name, state, step, side }, signal)),
+    [name, state, step, side],
+  );
+  if (name === undefined) return <p class="quiet">Choose a tensor on the page “Tensors”.</p>;
+  if (facts.error) return <Failure error={facts.error} />;
+  if (!facts.value || facts.value.name !== name) return <p class="quiet">Opening {shownName(name)} …</p>;
+  return <Tensor key={`${name}/${facts.value.state}/${step}/${side}`} facts={facts.value} />;
+}
+
+/** How the tensor is drawn, by the parameters of the link. */
+function planeOf(facts: Facts, params: Record<string, string>) {
+  const shape = facts.numbers ?? facts.shape;
+  const ndim = shape.length;
+  const chosen = (params["dims"] ?? "").split(",").map(Number);
+  const good = ndim > 2 && chosen.length === 2 && chosen.every((n) => n >= 0 && n < ndim) && chosen[0] !== chosen[1];
+  const [row, col] = ndim < 2 ? [null, ndim ? 0 : null] : good ? [chosen[0]!, chosen[1]!] : [ndim - 2, ndim - 1];
+  const at = new Map<number, number>();
+  for (const pair of ndim > 2 ? (params["at"] ?? "").split(",").filter(Boolean) : []) {
+    const [d, n] = pair.split(":").map(Number);
+    if (d !== row && d !== col && n! < (shape[d!] ?? 0)) at.set(d!, n!);
+  }
+  const wrap = facts.wrap ?? undefined;
+  const size: Size =
+    ndim === 0 ? { height: 1, width: 1 }
+    : ndim === 1 ? { height: wrap ? Math.ceil(shape[0]! / wrap) : 1, width: wrap ?? shape[0]! }
+    : { height: shape[row!]!, width: shape[col!]! };
+  const query = {
+    dims: good ? `${row},${col}` : undefined,
+    at: [...at].map(([d, n]) => `${d}:${n}`).join(",") || undefined,
+    wrap,
+  };
+  return { shape, ndim, row, col, at, wrap, size, query };
+}
+
+function Tensor({ facts }: { facts: Facts }) {
+  const { api, route, go } = useExplorer();
+  const { params } = route;
+  const { name } = facts;
+  const common = { name, state: params["state"], step: params["step"], side: params["side"] };
+  const plane = useMemo(() => planeOf(facts, params), [facts, params["dims"], params["at"]]);
+  const { size } = plane;
+  const [marks, setMarks] = useState<Mark[]>([]);
+  const empty = size.height === 0 || size.width === 0;
+  const part = partOf(params["view"]);
+  const python = facts.python + pythonIndex(part ?? whole(size), { ...plane, width: plane.wrap }, size);
+  const look = (row: number, col: number) => go({ view: partText(around(row, col, size, { height: 470, width: 800 })) });
+  const jump = (index: number[]) => {
+    if (plane.ndim < 2) {
+      const n = index[0] ?? 0;
+      look(plane.wrap ? Math.floor(n / plane.wrap) : 0, plane.wrap ? n % plane.wrap : n);
+      return;
+    }
+    const rest = index.map((n, d) => [d, n] as const).filter(([d]) => d !== plane.row && d !== plane.col);
+    const at = rest.map(([d, n]) => `${d}:${n}`).join(",") || undefined;
+    go({ at, view: partText(around(index[plane.row!]!, index[plane.col!]!, size, { height: 470, width: 800 })) });
+  };
+  return (
+    <article aria-label={`tensor ${shownName(name)}`}>
+      <div class="tensor-head">
+        <h2 class="mono">
+          {shownName(name)} <CopyButton text={name} label="copy the name" />
+        </h2>
+        <span class="quiet">
+          {facts.short} [{facts.shape.map(grouped).join(", ")}] · {grouped(facts.numel)} elements · {bytes(facts.nbytes)}
+        </span>
+        {facts.states.length > 1 && (
+          <span role="group" aria-label="state">
+            {facts.states.map((one) => (
+              <button
+                key={one.name}
+                type="button"
+                class="small"
+                aria-pressed={one.name === facts.state}
+                onClick={() => go({ state: one.name, view: params["view"] })}
+              >
+                {shownName(one.name)}
+              </button>
+            ))}
+          </span>
+        )}
+      </div>
+      {facts.problems.map((problem) => (
+        <p class={problem.severity}>{problem.text}</p>
+      ))}
+      {facts.numbers === null ? (
+        <p class="quiet">The elements are packed bits, no numbers: there is no picture of them.</p>
+      ) : empty ? (
+        <p class="quiet">The tensor has no elements.</p>
+      ) : (
+        <Picture key={`${plane.query.dims}/${plane.query.at}`} {...{ facts, plane, common, marks, python, jump }} />
+      )}
+      <Cards {...{ facts, plane, common, jump, setMarks, empty: empty || facts.numbers === null }} part={part ?? whole(size)} size={size} live={api.live} />
+    </article>
+  );
+}
+
+export type Plane = ReturnType<typeof planeOf>;
+
+interface PictureProps {
+  facts: Facts;
+  plane: Plane;
+  common: Record<string, string | undefined>;
+  marks: Mark[];
+  python: string;
+  jump(index: number[]): void;
+}
+
+function Picture({ facts, plane, common, marks, python }: PictureProps) {
+  const { api, route, go } = useExplorer();
+  const { params } = route;
+  const { size } = plane;
+  const most = api.live ? LIVE : REPORT;
+  const how = (["mean", "min", "max", "absmax"].includes(params["how"] ?? "") ? params["how"] : "mean") as How;
+  const kind = (["linear", "symlog", "quantile"].includes(params["scale"] ?? "") ? params["scale"] : "linear") as ScaleKind;
+  const range = params["range"] === "full" ? "full" : "robust";
+  const exact = params["exact"] === "yes" ? "yes" : "auto";
+  const ask = async (tile: Tile, signal: AbortSignal, rows: number, cols: number, window: boolean): Promise<Values> => {
+    const place = window ? { r0: tile.r0, r1: tile.r1, c0: tile.c0, c1: tile.c1 } : {};
+    const { header, arrays } = await api.packed<{ exact: boolean; single: boolean }>(
+      "tensor/tile", { ...common, ...plane.query, ...place, rows, cols, exact }, signal,
+    );
+    const mean = arrays["mean"] as Numbers;
+    return { mean, min: arrays["min"] ?? mean, max: arrays["max"] ?? mean, nan: arrays["nan"], inf: arrays["inf"], ...header };
+  };
+  const first = rootTile(size, most);
+  const root = useLoaded(
+    // a report holds the picture of one size
+    (signal) => ask(first, signal, api.live ? first.rows : REPORT, api.live ? first.cols : REPORT, false),
+    [facts, exact],
+  );
+  const layout = useLoaded((signal) => api.json<Layout>("tensor/layout", common, signal).catch(() => null), [facts]);
+  const norms = useLoaded(async (signal) => {
+    if (!api.live || facts.nbytes > 64 << 20) return null;
+    const { arrays } = await api.packed("tensor/norms", { ...common, ...plane.query, rows: 512, cols: 512 }, signal);
+    return arrays;
+  }, [facts]);
+  const values = useMemo(() => {
+    const found = root.value;
+    if (!found) return new Float64Array(0);
+    return sample(Array.from({ length: found.mean.length }, (_, n) => cellValue(found, how, n)));
+  }, [root.value, how]);
+  const scale = useMemo(() => scaleOf(values, kind, range), [values, kind, range]);
+  const dark = useDark();
+  const table = useMemo(() => colourTable(scale.signed ? (dark ? "signedDark" : "signed") : "viridis"), [scale.signed, dark]);
+  const outlines = useMemo<Outline[] | undefined>(() => {
+    const found = layout.value;
+    if (!found || params["ranks"] === "no" || found.labels.length < 2 || plane.ndim !== 2) return undefined;
+    if (found.row_dim !== 0 || found.col_dim !== 1) return undefined;
+    return found.cells.map((cell) => ({
+      rows: cell.rows, cols: cell.cols, label: found.labels[cell.holders[0]!]![0], group: cell.holders[0]!, missing: cell.missing,
+    }));
+  }, [layout.value, params["ranks"]]);
+  const indexText = (row: number, col: number) => {
+    if (plane.ndim === 0) return "[]";
+    if (plane.ndim === 1) return `[${row * (plane.wrap ?? 0) + col}]`;
+    const parts = Array.from({ length: plane.ndim }, (_, n) => (n === plane.row ? row : n === plane.col ? col : (plane.at.get(n) ?? ":")));
+    return `[${parts.join(", ")}]`;
+  };
+  const option = (key: string, label: string, choices: [string, string][], now: string) => (
+    <label>
+      {label}
+      <select value={now} onChange={(event) => go({ [key]: event.currentTarget.value === choices[0]![0] ? undefined : event.currentTarget.value }, undefined, true)}>
+        {choices.map(([value, text]) => (
+          <option key={value} value={value}>
+            {text}
+          </option>
+        ))}
+      </select>
+    </label>
+  );
+  const pooled = Array.from({ length: plane.ndim }, (_, n) => n).filter((n) => n !== plane.row && n !== plane.col && !plane.at.has(n));
+  const note = root.value && (
+    <>
+      {root.value.single ? "each element" : `${how} of each cell`}
+      {root.value.exact ? "" : ", of a sample of the elements"}
+      {plane.ndim > 2 && pooled.length > 0 && `, over dimension ${pooled.join(", ")}`}
+    </>
+  );
+  return (
+    <Figure title="Values" note={note} name={`${facts.name}.values`} python={python}>
+      <div class="tensor-tools">
+        {option("how", "cells show", [["mean", "mean"], ["absmax", "largest |x|"], ["min", "minimum"], ["max", "maximum"]], how)}
+        {option("scale", "colours", [["linear", "linear"], ["symlog", "symmetric log"], ["quantile", "quantiles"]], kind)}
+        {option("range", "range", [["robust", "99 % of cells"], ["full", "full"]], range)}
+        {api.live && root.value && (!root.value.exact || exact === "yes") &&
+          option("exact", "reads", [["auto", "a sample"], ["yes", `everything (${bytes(facts.nbytes)})`]], exact)}
+        {plane.ndim > 2 && api.live && <Dimensions plane={plane} />}
+        {facts.heads && api.live && plane.ndim === 2 && (
+          <label>
+            attention
+            <select
+              value=""
+              onChange={(event) => {
+                const one = facts.heads!.slices[Number(event.currentTarget.value)];
+                if (!one) return go({ view: undefined });
+                const [, a, b] = one;
+                const all = whole(size);
+                go({ view: partText(facts.heads!.dim === 0 ? { ...all, r0: a, r1: b } : { ...all, c0: a, c1: b }) });
+              }}
+            >
+              <option value="">all heads</option>
+              {facts.heads.slices.map(([text, a, b], n) => (
+                <option key={n} value={String(n)}>
+                  {text}: {a}–{b - 1}
+                </option>
+              ))}
+            </select>
+          </label>
+        )}
+        {layout.value && layout.value.labels.length > 1 && plane.ndim === 2 && (
+          <label>
+            <input type="checkbox" checked={params["ranks"] !== "no"} onChange={(event) => go({ ranks: event.currentTarget.checked ? undefined : "no" }, undefined, true)} />
+            ranks
+          </label>
+        )}
+      </div>
+      {root.error ? (
+        <Failure error={root.error} />
+      ) : !root.value ? (
+        <div class="tensor-wait quiet" style={{ minHeight: "520px" }}>
+          reading {bytes(facts.nbytes)} …
+        </div>
+      ) : (
+        <>
+          <HeatMap
+            size={size}
+            root={root.value}
+            most={api.live ? most : 1e9}
+            load={(tile, signal) => ask(tile, signal, tile.rows, tile.cols, true)}
+            how={how}
+            scale={scale}
+            table={table}
+            part={partOf(params["view"])}
+            onPart={(part) => go({ view: part && partText(part) }, undefined, true)}
+            label={`Heat map of ${shownName(facts.name)}`}
+            rowTitle={plane.row === null ? (plane.wrap ? `rows of ${grouped(plane.wrap)}` : "") : `dimension ${plane.row}`}
+            colTitle={plane.col === null ? "" : `dimension ${plane.col}`}
+            indexText={indexText}
+            outlines={outlines}
+            marks={marks}
+            rowNorms={norms.value?.["rows"]}
+            colNorms={norms.value?.["cols"]}
+          />
+          <Legend scale={scale} table={table} what={root.value.single ? "value" : how} />
+        </>
+      )}
+    </Figure>
+  );
+}
+
+/** Which dimensions are rows and columns, and the index of each other one. */
+function Dimensions({ plane }: { plane: Plane }) {
+  const { go } = useExplorer();
+  const choose = (row: number, col: number) => {
+    const at = [...plane.at].filter(([d]) => d !== row && d !== col).map(([d, n]) => `${d}:${n}`).join(",");
+    go({ dims: `${row},${col}`, at: at || undefined, view: undefined });
+  };
+  const select = (label: string, now: number, other: number, chosen: (n: number) => void): ComponentChildren => (
+    <label>
+      {label}
+      <select value={String(now)} onChange={(event) => chosen(Number(event.currentTarget.value))}>
+        {plane.shape.map((length, n) => n !== other && (
+          <option key={n} value={String(n)}>
+            {n} ({grouped(length)})
+          </option>
+        ))}
+      </select>
+    </label>
+  );
+  return (
+    <>
+      {select("rows: dimension", plane.row!, plane.col!, (n) => choose(n, plane.col!))}
+      {select("columns: dimension", plane.col!, plane.row!, (n) => choose(plane.row!, n))}
+      {plane.shape.map((length, d) => d !== plane.row && d !== plane.col && (
+        <label key={d}>
+          index of {d}
+          <input
+            type="number"
+            min={0}
+            max={length - 1}
+            placeholder="all"
+            value={plane.at.get(d) ?? ""}
+            onChange={(event) => {
+              const at = new Map(plane.at);
+              const text = event.currentTarget.value;
+              if (text === "") at.delete(d);
+              else at.set(d, Math.min(length - 1, Math.max(0, Math.floor(Number(text)) || 0)));
+              go({ at: [...at].map(([a, b]) => `${a}:${b}`).join(",") || undefined });
+            }}
+          />
+        </label>
+      ))}
+    </>
+  );
+}
+
+function Legend({ scale, table, what }: { scale: Scale; table: Uint8Array; what: string }) {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  useEffect(() => {
+    const context = canvas.current!.getContext("2d")!;
+    for (let x = 0; x < 256; x += 1) {
+      context.fillStyle = css(table, x / 255);
+      context.fillRect(x, 0, 1, 1);
+    }
+  }, [table]);
+  return (
+    <div class="tensor-legend">
+      <span class="quiet">{what === "absmax" ? "largest |x|" : what}</span>
+      <div>
+        <canvas ref={canvas} width={256} height={1} role="img" aria-label={`colours from ${shortNumber(scale.value(0))} to ${shortNumber(scale.value(1))}`} />
+        <div class="tensor-legend-ticks">
+          {[0, 0.25, 0.5, 0.75, 1].map((at) => (
+            <span key={at} style={{ left: `${at * 100}%` }}>
+              {shortNumber(Number(scale.value(at).toPrecision(3)))}
+            </span>
+          ))}
+        </div>
+      </div>
+    </div>
+  );
+}
+
+/** Whether the page is dark, by its own theme or the system's. */
+function useDark(): boolean {
+  const read = () => {
+    const root = document.querySelector(".lazyckpt-explorer[data-theme]")?.getAttribute("data-theme");
+    return root === "dark" || (root !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
+  };
+  const [dark, setDark] = useState(read);
+  useEffect(() => {
+    const changed = () => setDark(read());
+    const media = matchMedia("(prefers-color-scheme: dark)");
+    media.addEventListener("change", changed);
+    const observer = new MutationObserver(changed);
+    observer.observe(document.body, { attributes: true, subtree: true, attributeFilter: ["data-theme"] });
+    return () => {
+      media.removeEventListener("change", changed);
+      observer.disconnect();
+    };
+  }, []);
+  return dark;
+}

@@ -1,0 +1,206 @@
+// The sorted names of a state: half a million of them as one text, which is searched as a whole.
+
+/** Names in plain sorted order, one after the other in `text`, each with a line feed behind it. */
+export class Names {
+  /** The start of each name in `text`; the last one is the length of the text. */
+  readonly offsets: Uint32Array;
+  private folded: string | null = null;
+  private hashed: Hashes | null = null;
+
+  /**
+   * @param odd the names that a line of text cannot hold (with line feeds, or no valid Unicode), by their number;
+   * `text` has stand-ins for them.
+   */
+  constructor(
+    readonly text: string,
+    readonly count: number,
+    private readonly odd: ReadonlyMap<number, string> = new Map(),
+  ) {
+    this.offsets = new Uint32Array(count + 1);
+    let at = 0;
+    for (let n = 0; n < count; n += 1) {
+      this.offsets[n] = at;
+      at = text.indexOf("\n", at) + 1;
+      if (at === 0) throw new Error("the list of names is cut off");
+    }
+    this.offsets[count] = at;
+  }
+
+  /** The name as the checkpoint has it. */
+  name(n: number): string {
+    return this.odd.get(n) ?? this.line(n);
+  }
+
+  /** The name as `text` has it. */
+  line(n: number): string {
+    return this.text.slice(this.offsets[n]!, this.offsets[n + 1]! - 1);
+  }
+
+  /** The number of a name; -1 if there is none. */
+  find(name: string): number {
+    for (const [n, odd] of this.odd) if (odd === name) return n;
+    const at = this.text.startsWith(`${name}\n`) ? 0 : this.text.indexOf(`\n${name}\n`) + 1;
+    if (at === 0 && !this.text.startsWith(`${name}\n`)) return -1;
+    return this.lineAt(at, 0);
+  }
+
+  /** The number of the name at a position of `text`, if it is `from` or later. */
+  private lineAt(position: number, from: number): number {
+    const { offsets } = this;
+    let low = from, step = 1;
+    while (low + step < this.count && offsets[low + step]! <= position) step *= 2;
+    let high = Math.min(this.count, low + step);
+    low += step >> 1;
+    while (high - low > 1) {
+      const middle = (low + high) >> 1;
+      if (offsets[middle]! <= position) low = middle;
+      else high = middle;
+    }
+    return low;
+  }
+
+  /**
+   * The numbers of the names that contain all words of a query, ascending; null if it has no words. Upper and lower
+   * case are the same. A word with "*", "?" or "[" is a glob of the whole name.
+   */
+  search(query: string): Uint32Array | null {
+    const words = query.toLowerCase().split(/\s+/).filter(Boolean);
+    if (!words.length) return null;
+    words.sort((a, b) => b.length - a.length); // long words match less
+    let found: Uint32Array | null = null;
+    for (const word of words) {
+      const glob = /[*?[]/.test(word) ? globOf(word) : null;
+      const text = glob ? glob.literal : word;
+      if (found && found.length < this.count / 8) found = found.filter((n) => this.lower(n).includes(text));
+      else if (text) found = intersection(found, this.holding(text));
+      found ??= Uint32Array.from({ length: this.count }, (_, n) => n);
+      if (glob) found = found.filter((n) => glob.test.test(this.lower(n)));
+    }
+    return found;
+  }
+
+  /** Prepares what the first search needs. */
+  warm(): void {
+    void this.lowered;
+  }
+
+  get hashes(): Hashes {
+    return (this.hashed ??= new Hashes(this));
+  }
+
+  private get lowered(): string {
+    if (this.folded === null) {
+      const lower = this.text.toLowerCase(); // its letters have to stay in their places
+      this.folded = lower.length === this.text.length ? lower : this.text.replace(/[A-Z]+/g, (s) => s.toLowerCase());
+    }
+    return this.folded;
+  }
+
+  private lower(n: number): string {
+    return this.lowered.slice(this.offsets[n]!, this.offsets[n + 1]! - 1);
+  }
+
+  private holding(word: string): Uint32Array {
+    const text = this.lowered;
+    const found = new Uint32Array(this.count);
+    let length = 0, n = 0;
+    let at = text.indexOf(word);
+    while (at >= 0) {
+      if (this.offsets[n + 1]! <= at) n = this.lineAt(at, n + 1);
+      found[length] = n;
+      length += 1;
+      at = text.indexOf(word, this.offsets[n + 1]!);
+    }
+    return found.slice(0, length);
+  }
+}
+
+const BASES = [31, 1000003] as const;
+
+/** Two hashes of every name, and of its part after a prefix, without looking at its letters again. */
+export class Hashes {
+  private readonly whole: Int32Array[];
+  private readonly powers: Int32Array[];
+
+  constructor(private readonly names: Names) {
+    const { text, offsets, count } = names;
+    let longest = 0;
+    for (let n = 0; n < count; n += 1) longest = Math.max(longest, offsets[n + 1]! - offsets[n]!);
+    this.whole = BASES.map(() => new Int32Array(count));
+    const [a, b] = this.whole as [Int32Array, Int32Array];
+    for (let n = 0; n < count; n += 1) {
+      let x = 0, y = 0;
+      for (let at = offsets[n]!, end = offsets[n + 1]! - 1; at < end; at += 1) {
+        const c = text.charCodeAt(at);
+        x = (Math.imul(x, BASES[0]) + c) | 0;
+        y = (Math.imul(y, BASES[1]) + c) | 0;
+      }
+      a[n] = x;
+      b[n] = y;
+    }
+    this.powers = BASES.map((base) => {
+      const found = new Int32Array(longest + 1).fill(1);
+      for (let n = 1; n <= longest; n += 1) found[n] = Math.imul(found[n - 1]!, base);
+      return found;
+    });
+  }
+
+  /** A function that gives a hash (0 or 1) of a name after its first `length` letters, which it shares with `name`. */
+  after(which: 0 | 1, name: number, length: number): (n: number) => number {
+    const { text, offsets } = this.names;
+    const whole = this.whole[which]!, powers = this.powers[which]!;
+    let prefix = 0;
+    for (let at = 0; at < length; at += 1) prefix = (Math.imul(prefix, BASES[which]) + text.charCodeAt(offsets[name]! + at)) | 0;
+    return (n) => (whole[n]! - Math.imul(prefix, powers[offsets[n + 1]! - offsets[n]! - 1 - length]!)) | 0;
+  }
+}
+
+function intersection(a: Uint32Array | null, b: Uint32Array): Uint32Array {
+  if (!a) return b;
+  const found = new Uint32Array(Math.min(a.length, b.length));
+  let length = 0;
+  for (let i = 0, j = 0; i < a.length && j < b.length; ) {
+    const x = a[i]!, y = b[j]!;
+    if (x === y) {
+      found[length] = x;
+      length += 1;
+    }
+    if (x <= y) i += 1;
+    if (y <= x) j += 1;
+  }
+  return found.slice(0, length);
+}
+
+/** A glob as an expression for whole names ("*" also matches dots), and its longest run of plain letters. */
+export function globOf(glob: string): { test: RegExp; literal: string } {
+  let pattern = "", run = "", literal = "";
+  const end = () => {
+    if (run.length > literal.length) literal = run;
+    run = "";
+  };
+  for (let n = 0; n < glob.length; n += 1) {
+    const c = glob[n]!;
+    const close = c === "[" ? glob.indexOf("]", n + (glob[n + 1] === "!" ? 3 : 2)) : -1;
+    if (c === "*") pattern += pattern.endsWith(".*") ? "" : ".*";
+    else if (c === "?") pattern += ".";
+    else if (close > 0) {
+      const inside = glob.slice(n + 1, close);
+      const body = (inside[0] === "!" ? inside.slice(1) : inside).replace(/[\\\]^[]/g, "\\$&");
+      pattern += /^.-.$/.test(body) && body[0]! > body[2]! ? "(?!)" : `[${inside[0] === "!" ? "^" : ""}${body}]`;
+      n = close;
+    } else {
+      pattern += c.replace(/[\\^$.*+?()[\]{}|/]/, "\\$&");
+      run += c;
+      continue;
+    }
+    end();
+  }
+  end();
+  let test: RegExp;
+  try {
+    test = new RegExp(`^(?:${pattern})$`, "s");
+  } catch {
+    test = /(?!)/; // a set that is none, such as [z-a0]
+  }
+  return { test, literal };
+}

@@ -1,0 +1,32 @@
+// Axes: where ticks stand and how numbers on them are written.
+
+/** About `wanted` round numbers from low to high. */
+export function ticks(low: number, high: number, wanted = 5): number[] {
+  if (!(high > low) || !Number.isFinite(low) || !Number.isFinite(high)) return [low];
+  const raw = (high - low) / wanted;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw * 0.999)!;
+  const found: number[] = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step + 0); // never -0
+  return found;
+}
+
+/** Powers of ten from low to high (both above 0), at most about `wanted` of them. */
+export function logTicks(low: number, high: number, wanted = 5): number[] {
+  const first = Math.ceil(Math.log10(low) - 1e-9);
+  const last = Math.floor(Math.log10(high) + 1e-9);
+  if (last < first + 1) return ticks(low, high, wanted);
+  const step = Math.max(1, Math.ceil((last - first) / wanted));
+  const found: number[] = [];
+  for (let n = first; n <= last; n += step) found.push(10 ** n);
+  return found;
+}
+
+/** A number with four significant digits, as people write it. */
+export function shortNumber(x: number): string {
+  if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "∞" : "−∞";
+  if (x === 0) return "0";
+  const size = Math.abs(x);
+  if (size >= 1e5 || size < 1e-3) return x.toExponential(2).replace("e+", "e").replace(/\.?0+e/, "e");
+  return String(Number(x.toPrecision(4)));
+}

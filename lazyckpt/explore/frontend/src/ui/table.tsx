@@ -1,0 +1,164 @@
+// A table that is sorted by a click on a head, draws only the rows in view, and is saved as CSV.
+
+import type { ComponentChildren, CSSProperties } from "preact";
+import { useMemo, useState } from "preact/hooks";
+import { saveCsv, type Cell } from "./save";
+import { grouped } from "./text";
+import { VirtualList } from "./virtual";
+import "./table.css";
+
+export interface Column<T> {
+  /** Identifies the column, also in links. */
+  key: string;
+  title: string;
+  /** What the column is sorted by and what the CSV has. */
+  value(row: T): Cell;
+  /** What is drawn; by default the value, numbers with separators. */
+  cell?(row: T): ComponentChildren;
+  /** A width of CSS grid, such as "1fr" or "90px". */
+  width?: string;
+  /** Numbers stand at the right side. */
+  number?: boolean;
+  /** Explains the column. */
+  hint?: string;
+}
+
+export interface Sort {
+  key: string;
+  down: boolean;
+}
+
+interface Props<T> {
+  columns: Column<T>[];
+  rows: readonly T[];
+  /** Says what the table lists, for screen readers and as the name of the CSV. */
+  caption: string;
+  rowKey(row: T): string | number;
+  /** The order at first; null keeps that of the rows. */
+  sort?: Sort | null;
+  onSort?(sort: Sort | null): void;
+  onRow?(row: T): void;
+  active?: string | number;
+  /** The largest height in pixels. */
+  height?: number;
+  /** Stands beside the button that saves. */
+  note?: ComponentChildren;
+}
+
+const ROW = 28;
+
+export function DataTable<T>(props: Props<T>) {
+  const { columns, rows, caption, rowKey, onRow, active, height = 480, note } = props;
+  const [own, setOwn] = useState<Sort | null>(props.sort ?? null);
+  const sort = props.onSort ? (props.sort ?? null) : own;
+  const setSort = props.onSort ?? setOwn;
+  const sorted = useMemo(() => sortedBy(rows, columns, sort), [rows, columns, sort?.key, sort?.down]);
+  const grid = { gridTemplateColumns: columns.map((c) => c.width ?? (c.number ? "110px" : "minmax(140px,1fr)")).join(" ") };
+  const head = (
+    <div class="table-row table-head" role="row" style={grid}>
+      {columns.map((column) => {
+        const by = sort?.key === column.key;
+        return (
+          <div
+            key={column.key}
+            role="columnheader"
+            class={column.number ? "number" : undefined}
+            aria-sort={by ? (sort.down ? "descending" : "ascending") : "none"}
+          >
+            <button
+              type="button"
+              title={column.hint ?? `sort by ${column.title}`}
+              onClick={() => setSort(nextSort(sort, column))}
+            >
+              {column.title}
+              <span class="table-arrow" aria-hidden="true">
+                {by ? (sort.down ? "▾" : "▴") : ""}
+              </span>
+            </button>
+          </div>
+        );
+      })}
+    </div>
+  );
+  const draw = (index: number, style: CSSProperties) => {
+    const row = sorted[index]!;
+    const key = rowKey(row);
+    return (
+      <div
+        key={key}
+        role="row"
+        aria-rowindex={index + 2}
+        class={`table-row${onRow ? " table-click" : ""}${key === active ? " active" : ""}`}
+        style={{ ...grid, ...style }}
+        onClick={onRow && (() => onRow(row))}
+        onKeyDown={onRow && ((event) => event.key === "Enter" && onRow(row))}
+        tabIndex={onRow ? 0 : undefined}
+      >
+        {columns.map((column) => {
+          const value = column.cell ? column.cell(row) : shown(column.value(row));
+          const title = typeof value === "string" ? value : undefined;
+          return (
+            <div key={column.key} role="cell" class={column.number ? "number" : undefined} title={title}>
+              {value}
+            </div>
+          );
+        })}
+      </div>
+    );
+  };
+  return (
+    <div class="table">
+      <div class="table-tools">
+        <span class="quiet">{note ?? `${grouped(rows.length)} ${rows.length === 1 ? "row" : "rows"}`}</span>
+        <button type="button" class="small" onClick={() => saveCsv(caption, columns.map((c) => c.title), csvRows(sorted, columns))}>
+          CSV
+        </button>
+      </div>
+      <VirtualList
+        role="table"
+        aria-label={caption}
+        aria-rowcount={rows.length + 1}
+        aria-colcount={columns.length}
+        tabIndex={0}
+        class="table-box"
+        style={{ height: `${Math.min(height, (rows.length + 1) * ROW + 3)}px` }}
+        count={sorted.length}
+        rowHeight={ROW}
+        row={draw}
+        head={head}
+      />
+    </div>
+  );
+}
+
+function* csvRows<T>(rows: readonly T[], columns: Column<T>[]): Iterable<Cell[]> {
+  for (const row of rows) yield columns.map((column) => column.value(row));
+}
+
+function shown(value: Cell): string {
+  if (value === null || value === undefined) return "";
+  return typeof value === "number" && Number.isInteger(value) ? grouped(value) : String(value);
+}
+
+/** The order that a click on a head asks for: numbers largest first, then the other way, then as it was. */
+export function nextSort<T>(sort: Sort | null, column: Column<T>): Sort | null {
+  const first = !!column.number;
+  if (sort?.key !== column.key) return { key: column.key, down: first };
+  return sort.down === first ? { key: column.key, down: !first } : null;
+}
+
+/** Rows in the order of a column; rows without a value last, rows with equal values as they were. */
+export function sortedBy<T>(rows: readonly T[], columns: Column<T>[], sort: Sort | null): readonly T[] {
+  const column = sort && columns.find((one) => one.key === sort.key);
+  if (!column) return rows;
+  const keys = rows.map((row) => column.value(row));
+  const order = rows.map((_, n) => n);
+  const sign = sort.down ? -1 : 1;
+  order.sort((a, b) => {
+    const x = keys[a], y = keys[b];
+    const noX = x === null || x === undefined || Number.isNaN(x), noY = y === null || y === undefined || Number.isNaN(y);
+    if (noX || noY) return noX && noY ? a - b : noX ? 1 : -1;
+    return (x < y ? -1 : x > y ? 1 : 0) * sign || a - b;
+  });
+  return order.map((n) => rows[n]!);
+}

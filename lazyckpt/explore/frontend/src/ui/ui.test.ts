@@ -1,0 +1,24 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { logTicks, shortNumber, ticks } from "./axis";
+import { toCsv } from "./save";
+import { squarified } from "./squares";
+
+test("a treemap's areas are the values' and fill the room", () => {
+  const values = [50, 20, 10, 10, 5, 3, 1, 1];
+  const rects = squarified(values, { x: 0, y: 0, w: 200, h: 100 });
+  rects.forEach(({ w, h }, n) => assert.ok(Math.abs(w * h - values[n]! * 200) < 1e-6));
+  for (const { x, y, w, h } of rects) assert.ok(x >= -1e-9 && y >= -1e-9 && x + w <= 200.000001 && y + h <= 100.000001);
+});
+
+test("text for spreadsheets is quoted and is no formula", () => {
+  assert.equal(toCsv(["a", "b"], [['x,"y"', -1], ["=1+1", null]]), 'a,b\r\n"x,""y""",-1\r\n\'=1+1,\r\n');
+});
+
+test("ticks are round numbers inside of the range", () => {
+  assert.deepEqual(ticks(0, 10, 5), [0, 2, 4, 6, 8, 10]);
+  assert.deepEqual(logTicks(0.5, 2000), [1, 10, 100, 1000]);
+  assert.deepEqual(ticks(3, 3), [3]);
+  assert.equal(shortNumber(0.00012345), "1.23e-4");
+  assert.equal(shortNumber(12.3456), "12.35");
+});

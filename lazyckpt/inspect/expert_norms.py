@@ -1,0 +1,81 @@
+"""Norms of the experts of a mixture-of-experts model, by layer and expert.
+
+Experts are tensors of their own (``experts.3.up_proj.weight``) or the first dimension of stacks, whose slices are
+measured alone. The norm of an expert is that of all its tensors together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+
+import numpy as np
+
+from ..errors import DataError
+from ..layouts.stages import expert_of, is_stack
+from ..lazy import LazyArray
+from .architecture import layer_and_kind
+from .layers import Layers
+from .stats import stats_of_all
+from .table import Stats, Table
+
+
+def expert_norms(
+    tensors: Mapping[str, LazyArray],
+    executor: Executor | None = None,
+    memory: int | str | None = None,
+    progress: bool | None = None,
+) -> Layers:
+    """Return the L2 norm of each expert. Every tensor of an expert is read once.
+
+    Parameters
+    ----------
+    tensors
+        Tensors by full name. Those of no expert are not read.
+    executor, memory, progress
+        See `WriteOptions`.
+
+    Returns
+    -------
+    Layers
+        The rows (``kinds``) are the layers that have experts, the columns (``layers``) the experts. A mark tells of
+        tensors that cannot be read, or that have NaN or infinities.
+
+    Raises
+    ------
+    DataError
+        There are no experts.
+    WorkerError
+        Workers of the executor died.
+    """
+    parts = {key: (cell, t) for key, cell, t in _parts(tensors)}
+    if not parts:
+        raise DataError("no tensor of this view is of an expert: there are no norms of experts")
+    cells: dict[tuple[int, int], list[Stats]] = {}
+    for one in stats_of_all({key: t for key, (_, t) in parts.items()}, None, executor, memory, progress):
+        cells.setdefault(parts[one.name][0], []).append(one)
+    layers, experts = (tuple(sorted({cell[k] for cell in cells})) for k in (0, 1))
+    values = np.full((len(layers), len(experts)), math.nan)
+    marks: dict[tuple[str, int | None], str] = {}
+    for (layer, expert), found in cells.items():
+        good = [one for one in found if one.error is None]
+        norm = Table(good).total.l2 if good else None
+        values[layers.index(layer), experts.index(expert)] = math.nan if norm is None else norm
+        odd = any(one.finite < one.count for one in good)
+        mark = "?" if len(good) < len(found) else "!" if odd else ""
+        if mark:
+            marks[str(layer), expert] = mark
+    return Layers("norm", tuple(map(str, layers)), experts, values, {}, marks)
+
+
+def _parts(tensors: Mapping[str, LazyArray]) -> Iterator[tuple[str, tuple[int, int], LazyArray]]:
+    """Yield a name of its own, layer and expert, and tensor, for each tensor of an expert and slice of a stack."""
+    for name, t in tensors.items():
+        layer = layer_and_kind(name)[0] or 0
+        expert = expert_of(name)
+        if expert is not None:
+            yield name, (layer, expert.number), t
+        elif is_stack(name) and t.ndim > 1:
+            for n in range(t.shape[0]):
+                yield f"{name}[{n}]", (layer, n), t.lazy[n]

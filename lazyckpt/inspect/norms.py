@@ -1,0 +1,272 @@
+"""Norms of the rows and columns of a tensor, its largest elements, and its elements that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..core.box import Box, Shape, c_strides
+from ..errors import DataError
+from ..lazy import LazyArray
+from .numbers import Array, number_shape
+from .pixels import Groups, reduced
+from .planes import Plane, Window, checked, even_cells, fold_all, plane_of, source_of
+
+GROUPS = 8192
+"""Maximum number of rows, and of columns, whose norms are computed apart; of more, those of groups are."""
+_LISTED = 10_000  # maximum number of elements that are listed
+
+
+# -- Rows and columns.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Norms:
+    """The L2 norms of the rows and of the columns of a tensor, of their finite elements.
+
+    If there are more than were asked for, those of groups of consecutive ones: the root mean square of their norms.
+    """
+
+    plane: Plane
+    """Which dimensions are the rows and the columns."""
+    row_edges: Array
+    """The rows between which the groups lie: int64, one more than there are groups."""
+    col_edges: Array
+    """The same for columns."""
+    rows: Array
+    """The norm of each row, or of the rows of each group, as float64; infinite if the squares overflow."""
+    cols: Array
+    """The same for columns."""
+
+
+def norms(
+    t: LazyArray,
+    rows: int = GROUPS,
+    cols: int = GROUPS,
+    *,
+    dims: tuple[int, int] | None = None,
+    at: Mapping[int, int] | None = None,
+    wrap: int | None = None,
+    window: Window | None = None,
+    check: Callable[[], None] | None = None,
+    executor: Executor | None = None,
+    memory: int | str | None = None,
+) -> Norms:
+    """Compute the norms of the rows and columns of a tensor, or of a window of it, in one pass.
+
+    Parameters
+    ----------
+    t
+        The tensor.
+    rows, cols
+        The number of groups of rows and of columns, at most 8,192 (`GROUPS`).
+    dims, at, wrap, window, check, executor, memory
+        See `pixels.pooled`. Elements along pooled dimensions belong to the same row and column.
+
+    Raises
+    ------
+    DataError
+        The arguments do not fit the tensor, or the elements are no numbers.
+    LazyckptError
+        What reading raises.
+    """
+    plane = plane_of(t, dims, at, wrap)
+    if not (1 <= rows <= GROUPS and 1 <= cols <= GROUPS):
+        raise DataError(f"rows={rows:,}, cols={cols:,}: norms are computed of 1 to {GROUPS:,} groups")
+    span = checked(plane, window)
+    row_edges, col_edges = (even_cells(a, b, n) for (a, b), n in zip(span, (rows, cols), strict=True))
+    sides = [np.zeros(len(edges) - 1) for edges in (row_edges, col_edges)]
+    if 0 not in (sides[0].size, sides[1].size, *number_shape(t)):
+        source = source_of(t, plane, span, row_edges)
+        groups = Groups.of(source, row_edges, col_edges)
+        whole = _Squares(groups, *(range(len(one)) for one in sides))
+        fold_all(t, source, partial(_Squares.of, groups), whole.merge, check, executor, memory)
+        sides = [whole.rows, whole.cols]
+    found = (np.sqrt(one / np.diff(edges)) for one, edges in zip(sides, (row_edges, col_edges), strict=True))
+    return Norms(plane, row_edges, col_edges, *found)
+
+
+class _Squares:
+    """Sums of squares of the finite elements of groups of rows and of columns."""
+
+    def __init__(self, groups: Groups, rows: range, cols: range) -> None:
+        self._groups, self._top, self._left = groups, rows.start, cols.start
+        self.rows, self.cols = np.zeros(len(rows)), np.zeros(len(cols))
+
+    @classmethod
+    def of(cls, groups: Groups, boxes: Sequence[Box]) -> _Squares:
+        return cls(groups, *groups.span(boxes))
+
+    def add(self, box: Box, block: Array) -> None:
+        groups = self._groups
+        starts = groups.starts(box)
+        squares = block.astype(np.float64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            np.square(squares, out=squares)
+            if not np.isfinite(squares.sum()):
+                squares[~np.isfinite(block)] = 0
+            for side, dim, other, first in (
+                (self.rows, groups.row, groups.col, self._top),
+                (self.cols, groups.col, groups.row, self._left),
+            ):
+                ones = [np.zeros(1, np.int64) if d == other else one for d, one in enumerate(starts)]
+                sums = reduced(np.add, squares, ones).reshape(-1)
+                at = groups.within(box, dim).start - first
+                side[at : at + len(sums)] += sums
+
+    def merge(self, other: _Squares) -> None:
+        with np.errstate(over="ignore"):
+            at, to = other._top - self._top, other._left - self._left
+            self.rows[at : at + len(other.rows)] += other.rows
+            self.cols[to : to + len(other.cols)] += other.cols
+
+
+# -- Outliers.
+
+
+@dataclass(frozen=True, slots=True)
+class Outliers:
+    """The elements of a tensor with the largest absolute values, and those that are not finite."""
+
+    indices: tuple[tuple[int, ...], ...]
+    """The index of each of the largest finite elements: largest first, of equal ones the first in C order."""
+    values: tuple[float, ...]
+    """Their values; of complex numbers the absolute values."""
+    odd_indices: tuple[tuple[int, ...], ...]
+    """The indices of the first elements that are NaN or infinite."""
+    odd_values: tuple[float, ...]
+    """Their values."""
+    nan: int
+    """The number of NaN."""
+    posinf: int
+    """The number of positive infinities."""
+    neginf: int
+    """The number of negative infinities."""
+
+
+def outliers(
+    t: LazyArray,
+    count: int = 20,
+    odd: int = 20,
+    *,
+    check: Callable[[], None] | None = None,
+    executor: Executor | None = None,
+    memory: int | str | None = None,
+) -> Outliers:
+    """Find the largest elements of a tensor by absolute value, and the first ones that are NaN or infinite.
+
+    Every element is read once. An index of packed 4-bit floats counts numbers, not bytes, along the last dimension.
+
+    Parameters
+    ----------
+    t
+        The tensor.
+    count, odd
+        How many of the largest elements, and of those that are not finite, to list: at most 10,000.
+    check, executor, memory
+        See `pixels.pooled`.
+
+    Raises
+    ------
+    DataError
+        The arguments are out of range, or the elements are no numbers.
+    LazyckptError
+        What reading raises.
+    """
+    if not (0 <= count <= _LISTED and 0 <= odd <= _LISTED):
+        raise DataError(f"count={count:,}, odd={odd:,}: from 0 to {_LISTED:,} elements are listed")
+    shape = number_shape(t)
+    whole = _Largest(shape, count, odd)
+    if 0 not in shape:
+        plane = plane_of(t)
+        span = checked(plane, None)
+        source = source_of(t, plane, span, even_cells(*span[0], 1))
+        fold_all(t, source, partial(_started, shape, count, odd), whole.merge, check, executor, memory)
+    return whole.result()
+
+
+def _started(shape: Shape, count: int, odd: int, boxes: Sequence[Box]) -> _Largest:
+    return _Largest(shape, count, odd)
+
+
+class _Largest:
+    """The largest elements of some blocks by their index in C order."""
+
+    def __init__(self, shape: Shape, count: int, odd: int) -> None:
+        self._shape, self._strides, self._count, self._odd = shape, c_strides(shape), count, odd
+        self._at, self._values = np.empty(0, np.int64), np.empty(0)
+        self._odd_at, self._odd_values = np.empty(0, np.int64), np.empty(0)
+        self._nan = self._posinf = self._neginf = 0
+
+    def add(self, box: Box, block: Array) -> None:
+        top = max(float(block.max()), -float(block.min()))  # NaN only if both are
+        flat = block.reshape(-1)
+        good = None
+        if not np.isfinite(top) or np.isnan(block.max()):
+            good = np.isfinite(flat)
+            where = np.flatnonzero(~good)
+            values = flat[where]
+            self._nan += int(np.isnan(values).sum())
+            self._posinf += int((values == np.inf).sum())
+            self._neginf += int((values == -np.inf).sum())
+            rest = self._odd - len(self._odd_at)
+            self._odd_at = np.concatenate([self._odd_at, self._flat(box, where[:rest])])
+            self._odd_values = np.concatenate([self._odd_values, values[:rest].astype(np.float64)])
+        least = abs(self._values[-1]) if len(self._values) == self._count and self._count else -1.0
+        if not self._count or (good is None and top <= least):
+            return
+        sizes = np.abs(flat)
+        if good is not None:
+            sizes = np.where(good, sizes, -1.0)
+        where = np.flatnonzero(sizes > least)
+        if len(where) > self._count:
+            some = sizes[where]
+            bound = np.partition(some, len(some) - self._count)[len(some) - self._count]
+            above, equal = where[some > bound], where[some == bound]
+            where = np.sort(np.concatenate([above, equal[: self._count - len(above)]]))
+        self._take(self._flat(box, where), flat[where].astype(np.float64))
+
+    def _flat(self, box: Box, where: Array) -> Array:
+        """Return the indices in C order of elements of a box."""
+        found = np.zeros(len(where), np.int64)
+        if not box.shape:
+            return found
+        for n, start, stride in zip(np.unravel_index(where, box.shape), box.start, self._strides, strict=True):
+            found += (n + start) * stride
+        return found
+
+    def _take(self, at: Array, values: Array) -> None:
+        at, values = np.concatenate([self._at, at]), np.concatenate([self._values, values])
+        order = np.lexsort((at, -np.abs(values)))[: self._count]
+        self._at, self._values = at[order], values[order]
+
+    def merge(self, other: _Largest) -> None:
+        self._take(other._at, other._values)
+        rest = self._odd - len(self._odd_at)
+        self._odd_at = np.concatenate([self._odd_at, other._odd_at[:rest]])
+        self._odd_values = np.concatenate([self._odd_values, other._odd_values[:rest]])
+        self._nan += other._nan
+        self._posinf += other._posinf
+        self._neginf += other._neginf
+
+    def result(self) -> Outliers:
+        return Outliers(
+            self._indices(self._at),
+            tuple(self._values.tolist()),
+            self._indices(self._odd_at),
+            tuple(self._odd_values.tolist()),
+            self._nan,
+            self._posinf,
+            self._neginf,
+        )
+
+    def _indices(self, at: Array) -> tuple[tuple[int, ...], ...]:
+        columns: list[Any] = []
+        for n, stride in zip(self._shape, self._strides, strict=True):
+            columns.append((at // stride % max(1, n)).tolist())
+        return tuple(zip(*columns, strict=True)) if columns else ((),) * len(at)

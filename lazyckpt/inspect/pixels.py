@@ -1,0 +1,260 @@
+"""Tensors as pictures: the elements of a grid of cells, pooled to their least, greatest and mean value.
+
+Sums are in float64. NaN and infinities are counted, and are left out of the other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ..core.box import Box
+from ..errors import DataError
+from ..lazy import LazyArray
+from .numbers import Array, number_shape
+from .planes import CELL, Plane, Source, Window, checked, even_cells, fold_all, plane_of, source_of
+
+SIDE = 2048
+"""Maximum number of rows, and of columns, of a grid."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pixels:
+    """The pooled elements of each cell of a grid.
+
+    ``low``, ``high`` and ``mean`` are float64 of shape (rows, columns): those of the finite elements, NaN for a cell
+    without any. Of complex numbers they are those of the absolute values.
+    """
+
+    plane: Plane
+    """How the tensor is drawn."""
+    row_edges: Array
+    """The rows between which the cells lie: int64, one more than there are rows of cells."""
+    col_edges: Array
+    """The same for columns."""
+    low: Array
+    """The least element of each cell."""
+    high: Array
+    """The greatest element of each cell."""
+    mean: Array
+    """The mean of the elements of each cell."""
+    count: Array
+    """The number of elements of each cell that were read, as int64."""
+    nan: Array | None
+    """The number of NaN in each cell, as int64; None if there are none."""
+    inf: Array | None
+    """The number of infinities in each cell, as int64; None if there are none."""
+    exact: bool
+    """Whether every element was read; if not, the numbers are those of a sample."""
+    read: int
+    """Number of elements that were read."""
+
+    @property
+    def absmax(self) -> Array:
+        """The greatest absolute value in each cell."""
+        found: Array = np.maximum(np.abs(self.low), np.abs(self.high))
+        return found
+
+    def values(self, how: str) -> Array:
+        """Return the values by the name of the pooling: "mean", "min", "max" or "absmax". Raises DataError."""
+        found = {"mean": self.mean, "min": self.low, "max": self.high}.get(how)
+        if found is not None:
+            return found
+        if how == "absmax":
+            return self.absmax
+        raise DataError(f"there is no pooling {how!r}: it is one of mean, min, max, absmax")
+
+
+def pooled(
+    t: LazyArray,
+    rows: int = 512,
+    cols: int = 512,
+    *,
+    dims: tuple[int, int] | None = None,
+    at: Mapping[int, int] | None = None,
+    wrap: int | None = None,
+    window: Window | None = None,
+    exact: bool = True,
+    check: Callable[[], None] | None = None,
+    executor: Executor | None = None,
+    memory: int | str | None = None,
+) -> Pixels:
+    """Pool the elements of a tensor, or of a window of it, in a grid of cells.
+
+    Only the elements of the window are read, each once. Memory is that of the grid and of the tasks in flight.
+
+    Parameters
+    ----------
+    t
+        The tensor.
+    rows, cols
+        The number of rows and columns of the grid, at most 2,048 (`SIDE`). There are no more than the window has.
+    dims, at, wrap
+        How the tensor is drawn: see `plane_of`.
+    window
+        The rows and columns to draw, as ``((first, end), (first, end))``. By default all.
+    exact
+        False reads about 32 MiB of a larger window: some of the rows of each cell. The result says whether it is
+        exact.
+    check
+        Called between blocks; what it raises ends the work.
+    executor, memory
+        See `WriteOptions`.
+
+    Raises
+    ------
+    DataError
+        The arguments do not fit the tensor, or the elements are no numbers.
+    LazyckptError
+        What reading raises.
+    """
+    plane = plane_of(t, dims, at, wrap)
+    if not (1 <= rows <= SIDE and 1 <= cols <= SIDE):
+        raise DataError(f"a grid of {rows:,} x {cols:,} cells: it has 1 to {SIDE:,} rows and columns")
+    span = checked(plane, window)
+    (r0, r1), (c0, c1) = span
+    row_edges, col_edges = (even_cells(a, b, n) for (a, b), n in zip(span, (rows, cols), strict=True))
+    if 0 in (r1 - r0, c1 - c0) or 0 in number_shape(t):
+        empty = np.zeros((len(row_edges) - 1, len(col_edges) - 1))
+        nothing = np.full_like(empty, np.nan)
+        return Pixels(plane, row_edges, col_edges, *[nothing] * 3, empty.astype(np.int64), None, None, True, 0)
+    source = source_of(t, plane, span, row_edges, exact)
+    groups = Groups.of(source, row_edges, col_edges)
+    cells = _Cells(groups, range(len(row_edges) - 1), range(len(col_edges) - 1))
+    fold_all(t, source, partial(_Cells.of, groups), cells.merge, check, executor, memory, CELL * cells.low.size)
+    count = source.counts(groups.edges)
+    finite = count if cells.nan is None or cells.inf is None else count - cells.nan - cells.inf
+    some = finite > 0
+    with np.errstate(invalid="ignore", divide="ignore"):
+        low, high, mean = (np.where(some, one, np.nan) + 0.0 for one in (cells.low, cells.high, cells.total / finite))
+    exact = source.complete
+    return Pixels(plane, row_edges, col_edges, low, high, mean, count, cells.nan, cells.inf, exact, int(count.sum()))
+
+
+# -- Cells.
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The groups into which each dimension of a source is divided, one for each row or column of the grid."""
+
+    edges: tuple[Array, ...]
+    row: int | None
+    col: int | None
+
+    @classmethod
+    def of(cls, source: Source, row_edges: Array, col_edges: Array) -> Groups:
+        edges = [np.array([0, n]) for n in source.shape]
+        for d, one in ((source.row, row_edges), (source.col, col_edges)):
+            if d is not None:
+                edges[d] = source.positions(d, one)
+        return cls(tuple(edges), source.row, source.col)
+
+    def within(self, box: Box, dim: int | None) -> range:
+        """Return the groups along a dimension that a box meets."""
+        if dim is None:
+            return range(1)
+        edges = self.edges[dim]
+        first = int(np.searchsorted(edges, box.start[dim], "right")) - 1
+        return range(first, int(np.searchsorted(edges, box.stop[dim], "left")))
+
+    def span(self, boxes: Sequence[Box]) -> tuple[range, range]:
+        """Return the groups of rows and of columns from the first to the last one that some boxes meet."""
+        rows, cols = ([self.within(box, d) for box in boxes] for d in (self.row, self.col))
+        first, second = (range(min(r.start for r in one), max(r.stop for r in one)) for one in (rows, cols))
+        return first, second
+
+    def starts(self, box: Box) -> list[Array]:
+        """Return where the groups of each dimension begin in a box."""
+        found = []
+        for d, edges in enumerate(self.edges):
+            groups = self.within(box, d)
+            found.append(np.maximum(edges[groups.start : groups.stop] - box.start[d], 0))
+        return found
+
+    def matrix(self, reduced: Array) -> Array:
+        """Return a reduced block as rows and columns of cells."""
+        n_rows = 1 if self.row is None else reduced.shape[self.row]
+        n_cols = 1 if self.col is None else reduced.shape[self.col]
+        if self.row is not None and self.col is not None and self.row > self.col:
+            return reduced.reshape(n_cols, n_rows).T
+        return reduced.reshape(n_rows, n_cols)
+
+
+def reduced(operation: Any, block: Array, starts: Sequence[Array], dtype: Any = None) -> Array:
+    """Apply an operation of numpy to the elements of each group."""
+    for d, first in enumerate(starts):
+        if len(first) == block.shape[d]:
+            continue
+        if len(first) == 1:
+            block = operation.reduce(block, axis=d, keepdims=True, dtype=dtype)
+        elif d == len(starts) - 1:
+            block = operation.reduceat(block, first, axis=d, dtype=dtype)
+        else:
+            ends = [*first[1:], block.shape[d]]
+            ahead = (slice(None),) * d
+            parts = [
+                operation.reduce(block[(*ahead, slice(a, b))], axis=d, keepdims=True, dtype=dtype)
+                for a, b in zip(first, ends, strict=True)
+            ]
+            block = np.concatenate(parts, axis=d)
+    return block
+
+
+class _Cells:
+    """Least and greatest finite element, and sum, of cells. ``top`` and ``left`` are the numbers of the first ones."""
+
+    def __init__(self, groups: Groups, rows: range, cols: range) -> None:
+        self._groups, self.top, self.left = groups, rows.start, cols.start
+        shape = len(rows), len(cols)
+        self.low, self.high = np.full(shape, np.inf), np.full(shape, -np.inf)
+        self.total = np.zeros(shape)
+        self.nan: Array | None = None
+        self.inf: Array | None = None
+
+    @classmethod
+    def of(cls, groups: Groups, boxes: Sequence[Box]) -> _Cells:
+        """Return the empty cells that some boxes meet."""
+        return cls(groups, *groups.span(boxes))
+
+    def add(self, box: Box, block: Array) -> None:
+        groups = self._groups
+        starts = groups.starts(box)
+        low, high = reduced(np.minimum, block, starts), reduced(np.maximum, block, starts)
+        nan = inf = None
+        with np.errstate(over="ignore", invalid="ignore"):
+            if not (np.isfinite(low).all() and np.isfinite(high).all()):
+                good = np.isfinite(block)
+                low = reduced(np.minimum, np.where(good, block, np.inf), starts)
+                high = reduced(np.maximum, np.where(good, block, -np.inf), starts)
+                odd = np.isnan(block)
+                nan = reduced(np.add, odd, starts, np.int64)
+                inf = reduced(np.add, ~good & ~odd, starts, np.int64)
+                block = np.where(good, block, 0)
+            total = reduced(np.add, block, starts, np.float64)
+            found = (None if one is None else groups.matrix(one) for one in (low, high, total, nan, inf))
+            self._merge(groups.within(box, groups.row).start, groups.within(box, groups.col).start, *found)
+
+    def merge(self, other: _Cells) -> None:
+        """Add the elements of other cells."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._merge(other.top, other.left, other.low, other.high, other.total, other.nan, other.inf)
+
+    def _merge(
+        self, top: int, left: int, low: Any, high: Any, total: Any, nan: Array | None, inf: Array | None
+    ) -> None:
+        top, left = top - self.top, left - self.left
+        at = slice(top, top + low.shape[0]), slice(left, left + low.shape[1])
+        np.minimum(self.low[at], low, out=self.low[at])
+        np.maximum(self.high[at], high, out=self.high[at])
+        self.total[at] += total
+        if nan is not None and inf is not None:
+            if self.nan is None or self.inf is None:
+                self.nan, self.inf = np.zeros(self.low.shape, np.int64), np.zeros(self.low.shape, np.int64)
+            self.nan[at] += nan
+            self.inf[at] += inf

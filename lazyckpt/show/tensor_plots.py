@@ -1,0 +1,156 @@
+"""Plots of one tensor. `TensorPlots` of plot.py documents them; inspect/ computes what they draw."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..core.names import natural
+from ..core.units import human_bytes
+from ..inspect.stats import ACCURACY, Bins, singular_values, stats_of
+from ..lazy import LazyArray
+from .layout import Cell, drawing
+from .style import (
+    axes_of,
+    colours,
+    headline,
+    import_matplotlib,
+    legend,
+    log_axis,
+    number,
+    on,
+    short,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_LEGEND = 16  # maximum number of entries of a legend, and of distinct colours
+_TEXTS = 80  # labels are written on the cells of drawings with at most this many
+_ENERGY = 0.99  # share of the squares of the singular values that is marked
+
+
+def title_of(t: LazyArray) -> str:
+    """Return the name of a tensor as a title."""
+    return t.name
+
+
+def facts_of(t: LazyArray) -> str:
+    """Return dtype, shape and size of a tensor as a note."""
+    return f"{t.spec.dtype.short} [{', '.join(map(str, t.shape))}], {human_bytes(t.nbytes)}"
+
+
+def hist(t: LazyArray, bins: Bins, log: bool, ax: Axes | None) -> Axes:
+    """See `TensorPlots.hist`."""
+    import_matplotlib()
+    found = stats_of(t, bins)
+    assert found.histogram is not None  # because bins were given
+    ax, theme = axes_of(ax, (6.4, 3.4), grid="y")
+    ax.stairs(found.histogram.counts, found.histogram.edges, fill=True, color=theme.accent, linewidth=0)
+    if log and found.finite:
+        ax.set_yscale("log", nonpositive="clip")
+        ax.set_ylim(bottom=0.5)
+    else:
+        ax.set_ylim(bottom=0)
+        _in_thousands(ax.yaxis)
+    ax.margins(x=0.01)
+    odd = {"NaN": found.nan, "+Inf": found.posinf, "-Inf": found.neginf}
+    notes = [facts_of(t)]
+    if found.mean is not None and found.finite:
+        notes.append(
+            f"mean {number(found.mean)}, std {number(found.std or 0.0)}, largest |x| {number(found.absmax or 0.0)}"
+        )
+    if any(odd.values()):
+        notes.append("not drawn: " + ", ".join(f"{n:,} {what}" for what, n in odd.items() if n))
+    ax.set(xlabel="value", ylabel="elements in a bin")
+    headline(ax, title_of(t), notes, theme)
+    return ax
+
+
+def _in_thousands(axis: Any) -> None:
+    """Write large counts as "20k"."""
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter(sep=""))
+
+
+def spectrum(t: LazyArray, ax: Axes | None) -> Axes:
+    """See `TensorPlots.singular_values`."""
+    import_matplotlib()
+    values = singular_values(t).numpy()
+    ax, theme = axes_of(ax, (6.4, 3.4), grid="y")
+    ax.plot(np.arange(1, len(values) + 1), values, color=theme.accent, linewidth=1.8)
+    notes = [facts_of(t)]
+    largest = float(values[0]) if len(values) else 0.0
+    if largest > 0:
+        ax.set_yscale("log", nonpositive="mask")
+        log_axis(ax.yaxis, *ax.get_ylim())
+        if float(values[-1]) < ACCURACY * largest:
+            ax.axhline(ACCURACY * largest, color=theme.soft, linestyle=":", linewidth=1.2, label="accuracy")
+            ax.set_ylim(bottom=ACCURACY * largest / 10)
+            notes.append("noise below the dotted line")
+        share = np.cumsum(values**2) / np.sum(values**2)
+        enough = int(np.searchsorted(share, _ENERGY)) + 1
+        ax.axvline(enough, color=theme.soft, linewidth=0.9, linestyle=(0, (4, 3)))
+        notes.append(f"the first {enough:,} of {len(values):,} have {_ENERGY:.0%} of the squares")
+        notes.append(f"largest {number(largest)}")
+    ax.margins(x=0.01)
+    ax.set(xlabel="number, largest first", ylabel="singular value")
+    headline(ax, title_of(t), notes, theme)
+    return ax
+
+
+def layout(t: LazyArray, ax: Axes | None) -> Axes:
+    """See `TensorPlots.layout`."""
+    import_matplotlib()
+    from matplotlib.patches import Patch, Rectangle
+
+    drawn = drawing(t)
+    ax, theme = axes_of(ax, (6.8, 3.6 if drawn.row_dim is not None else 1.7))
+    labels = sorted({h.label for h in drawn.holders}, key=natural)
+    palette = colours(labels)
+    (top, bottom), (left, right) = drawn.rows, drawn.cols
+    for cell in drawn.cells:
+        (r0, r1), (c0, c1) = cell.rows, cell.cols
+        colour = theme.empty if cell.missing else palette[cell.holders[0].label]
+        box = Rectangle((c0, r0), c1 - c0, r1 - r0, facecolor=colour, linewidth=0.8)
+        box.set(hatch="////" if cell.missing else None, edgecolor=theme.lost if cell.missing else theme.paper)
+        ax.add_patch(box)
+        if len(drawn.cells) <= _TEXTS and _roomy(cell, drawn.rows, drawn.cols):
+            ink = theme.ink if cell.missing else on(colour)
+            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": ink}
+            if cell.missing:
+                style["bbox"] = {"facecolor": theme.paper, "edgecolor": "none", "boxstyle": "round,pad=0.2"}
+            ax.text((c0 + c1) / 2, (r0 + r1) / 2, _holder_text(cell), **style)
+    ax.set(xlim=(left, right or 1), ylim=(bottom or 1, top))
+    ax.set_xlabel("" if drawn.col_dim is None else f"dimension {drawn.col_dim} (elements)")
+    ax.set_ylabel("" if drawn.row_dim is None else f"dimension {drawn.row_dim} (elements)")
+    ax.locator_params(integer=True)
+    if drawn.row_dim is None:
+        ax.set_yticks([])
+    if 1 < len(labels) <= _LEGEND:
+        legend(ax, theme, [Patch(color=palette[label], label=short(label)) for label in labels], outside=True)
+    notes = [facts_of(t)]
+    if len(labels) > _LEGEND:
+        notes.append(f"{len(labels):,} ranks, from {labels[0]} to {labels[-1]}")
+    if any(cell.missing for cell in drawn.cells):
+        notes.append("hatched: its file is missing")
+    if drawn.merged:
+        notes.append(f"{drawn.blocks:,} blocks, neighbours drawn together")
+    if drawn.undrawn:
+        notes.append(f"also cut along dimension {', '.join(map(str, drawn.undrawn))}")
+    headline(ax, title_of(t), notes, theme)
+    return ax
+
+
+def _roomy(cell: Cell, rows: tuple[int, int], cols: tuple[int, int]) -> bool:
+    """Estimate whether the label of a cell fits into it."""
+    high = (cell.rows[1] - cell.rows[0]) / max(1, rows[1] - rows[0])
+    wide = (cell.cols[1] - cell.cols[0]) / max(1, cols[1] - cols[0])
+    return high >= 0.06 and wide >= 0.018 * len(_holder_text(cell))
+
+
+def _holder_text(cell: Cell) -> str:
+    more = f" +{len(cell.holders) - 1} more" if len(cell.holders) > 1 else ""
+    return short(cell.holders[0].label) + more

@@ -1,0 +1,245 @@
+"""Plots of the values of a tensor: heat maps, norms of rows and columns, bit patterns. inspect/ pools and counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..core.units import plural
+from ..errors import DataError
+from ..inspect.bits import Bits, bits_of
+from ..inspect.norms import GROUPS, norms
+from ..inspect.pixels import Pixels, pooled
+from ..lazy import LazyArray
+from .style import (
+    Theme,
+    axes_of,
+    bare,
+    colour_bar,
+    headline,
+    import_matplotlib,
+    magnitudes,
+    new_figure,
+    number,
+    signed,
+)
+from .tensor_plots import facts_of, title_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_ORANGE, _GREEN = "#d55e00", "#009e73"
+_ROBUST = 99.5  # percentile of the magnitudes at which the colours end
+_LONG, _SHORT = 5.2, 1.3  # inches of the longer side of a heat map, and of the shorter one at least
+_POOLS = {"mean": "mean", "absmax": "largest |x|", "min": "minimum", "max": "maximum"}
+_NAMED = 3  # rows or columns that are named because they stand out
+_FAR = 4.0  # how far they stand out: times the median
+
+Pool = Literal["mean", "absmax", "min", "max"]
+
+
+def heatmap(
+    t: LazyArray,
+    pool: str,
+    cells: int,
+    dims: tuple[int, int] | None,
+    at: Mapping[int, int] | None,
+    exact: bool,
+    ax: Axes | None,
+    title: str = "",
+    label: str = "",
+) -> Axes:
+    """See `TensorPlots.heatmap`."""
+    if pool not in _POOLS:
+        raise DataError(f"there is no pooling {pool!r}: it is one of {', '.join(_POOLS)}")
+    import_matplotlib()
+    wrap = _wrapped(t)
+    if not t.numel():
+        raise DataError(f"{t.name!r} has no elements: there is nothing to draw")
+    found = pooled(t, cells, cells, dims=dims, at=at, wrap=wrap, exact=exact)
+    return draw_pixels(t, found, pool, ax, title or title_of(t), label)
+
+
+def _wrapped(t: LazyArray) -> int | None:
+    """Return the row length in which a long vector is drawn, near that of a square; None for other tensors."""
+    if t.ndim != 1 or t.shape[0] <= 512 or t.spec.dtype.name == "float4_e2m1fn_x2":
+        return None
+    return int(2 ** math.ceil(math.log2(math.sqrt(2 * t.shape[0]))))
+
+
+def draw_pixels(t: LazyArray, found: Pixels, pool: str, ax: Axes | None, title: str, label: str = "") -> Axes:
+    """Draw pooled elements, with rows and columns in elements."""
+    from matplotlib.colors import Normalize
+
+    values = found.values(pool)
+    high, wide = found.plane.height, found.plane.width
+    ax, theme = axes_of(ax, _size(high, wide))
+    good = np.abs(values[np.isfinite(values)])
+    limit = float(np.percentile(good, _ROBUST)) if good.size else 1.0
+    largest = float(good.max()) if good.size else 0.0
+    limit = limit or largest or 1.0
+    two = pool in ("mean", "min", "max") and bool((values < 0).any())
+    norm = Normalize(-limit, limit) if two else Normalize(0 if pool == "absmax" else _least(values), limit)
+    edges = found.row_edges, found.col_edges
+    extent = (float(edges[1][0]) - 0.5, float(edges[1][-1]) - 0.5, float(edges[0][-1]) - 0.5, float(edges[0][0]) - 0.5)
+    image = ax.imshow(
+        values,
+        aspect="auto",
+        interpolation="nearest" if values.size < 400 * 400 else "auto",
+        cmap=signed(theme) if two else magnitudes(theme),
+        norm=norm,
+        extent=extent,
+    )
+    bare(ax)
+    _mark_odd(ax, found, theme)
+    ax.locator_params(integer=True, nbins=6)
+    plane = found.plane
+    ax.set_xlabel(
+        ""
+        if plane.col_dim is None
+        else f"{'elements, in rows of' if plane.wrap else f'dimension {plane.col_dim} of'} {wide:,}"
+    )
+    ax.set_ylabel("row" if plane.wrap else "" if plane.row_dim is None else f"dimension {plane.row_dim} of {high:,}")
+    if high == 1:
+        ax.set_yticks([])
+    extend = "neither" if largest <= limit else "both" if two else "max"
+    colour_bar(ax, image, label or (_POOLS[pool] if _cell(found) != "1" else "value"), theme, extend=extend)
+    headline(ax, title, [facts_of(t), *_notes(t, found, pool, largest)], theme)
+    return ax
+
+
+def _least(values: Any) -> float:
+    good = values[np.isfinite(values)]
+    return min(0.0, float(good.min())) if good.size else 0.0
+
+
+def _size(high: int, wide: int) -> tuple[float, float]:
+    """Return the size of the figure of a heat map: to scale, unless a side would be too short."""
+    scale = _LONG / max(high, wide, 1)
+    return max(_SHORT, wide * scale, 2.7) + 1.9, max(0.5 if high == 1 else _SHORT, high * scale * 0.82) + 1.15
+
+
+def _cell(found: Pixels) -> str:
+    """Return how many elements a cell has, as text: "16 x 4"; "1" if each has its own."""
+    sizes = [int(np.diff(edges).max(initial=1)) for edges in (found.row_edges, found.col_edges)]
+    return "1" if sizes == [1, 1] else f"{sizes[0]:,} x {sizes[1]:,}"
+
+
+def _notes(t: LazyArray, found: Pixels, pool: str, largest: float) -> list[str]:
+    cell = _cell(found)
+    notes = [] if cell == "1" else [f"{_POOLS[pool]} of {cell} elements in a cell"]
+    if found.plane.at:
+        notes.append("at " + ", ".join(f"{n} of dimension {d}" for d, n in sorted(found.plane.at.items())))
+    rest = t.ndim - 2 - len(found.plane.at)
+    if rest > 0 and not found.plane.wrap:
+        notes.append(f"pooled over {plural(rest, 'more dimension')}")
+    if not found.exact:
+        notes.append(f"a sample of {found.read:,} elements")
+    odd = [(found.nan, "NaN"), (found.inf, "infinite")]
+    texts = [f"{int(n.sum()):,} {what}" for n, what in odd if n is not None and n.any()]
+    return [*notes, *texts]
+
+
+def _mark_odd(ax: Any, found: Pixels, theme: Theme) -> None:
+    """Mark the cells that have NaN or infinities."""
+    odd = [one for one in (found.nan, found.inf) if one is not None]
+    if not odd:
+        return
+    rows, columns = np.nonzero(np.sum(odd, axis=0))
+    y = (found.row_edges[rows] + found.row_edges[rows + 1] - 1) / 2
+    x = (found.col_edges[columns] + found.col_edges[columns + 1] - 1) / 2
+    ax.plot(x, y, linestyle="", marker="x", markersize=5, color=theme.lost, markeredgewidth=1.4)
+
+
+def side_norms(t: LazyArray, side: Literal["rows", "columns"], ax: Axes | None) -> Axes:
+    """See `TensorPlots.row_norms` and `TensorPlots.column_norms`."""
+    if t.ndim < 2:
+        raise DataError(f"{t.name!r} has {plural(t.ndim, 'dimension')}: norms of {side} are of matrices")
+    import_matplotlib()
+    found = norms(t, GROUPS if side == "rows" else 1, GROUPS if side == "columns" else 1)
+    values, edges = (found.rows, found.row_edges) if side == "rows" else (found.cols, found.col_edges)
+    total = found.plane.height if side == "rows" else found.plane.width
+    one = side.removesuffix("s")
+    ax, theme = axes_of(ax, (6.8, 3.0), grid="y")
+    middles = (edges[:-1] + edges[1:] - 1) / 2
+    good = values[np.isfinite(values)]
+    median = float(np.median(good)) if good.size else math.nan
+    ax.plot(middles, values, color=theme.accent, linewidth=0.9 if len(values) > 200 else 1.4)
+    ax.set_ylim(bottom=0)
+    ax.margins(x=0.01)
+    notes = [facts_of(t)]
+    if good.size:
+        ax.axhline(median, color=theme.soft, linewidth=0.9, linestyle=(0, (4, 3)))
+        notes.append(f"median {number(median)}, dashed")
+        _name_outliers(ax, values, middles, median, theme)
+    zeros = int((values == 0).sum())
+    if zeros:
+        notes.append(f"{plural(zeros, one)} of zeros")
+    if len(values) < total:
+        notes.append(f"root mean square of groups of {-(-total // len(values)):,} {side}")
+    ax.set(xlabel=one, ylabel=f"L2 norm of the {one}")
+    headline(ax, title_of(t), notes, theme)
+    return ax
+
+
+def _name_outliers(ax: Any, values: Any, middles: Any, median: float, theme: Theme) -> None:
+    """Write the numbers of the rows or columns that stand far out."""
+    order = np.argsort(-np.where(np.isfinite(values), values, -1))[:_NAMED]
+    far = [n for n in order if math.isfinite(values[n]) and values[n] > _FAR * median > 0]
+    for n in far:
+        ax.plot([middles[n]], [values[n]], "o", color=_ORANGE, markersize=4)
+        text = ax.annotate(
+            f"{middles[n]:.0f}", (middles[n], values[n]), (5, 0), textcoords="offset points", va="center"
+        )
+        text.set(color=theme.ink, fontsize=7.5, gid="outlier")
+
+
+def bits(t: LazyArray) -> Figure:
+    """See `TensorPlots.bits`."""
+    import_matplotlib()
+    from matplotlib.patches import Patch
+
+    found = bits_of(t)
+    figure, theme = new_figure((8.4, 3.1))
+    left, right = figure.subplots(1, 2, gridspec_kw={"width_ratios": [1.15, 1]})
+    left, _ = axes_of(left, grid="y")
+    layout = found.layout
+    parts = [*["sign"] * layout.sign, *["exponent"] * layout.exponent, *["mantissa"] * layout.mantissa]
+    if not layout.exponent:
+        parts = [*["sign"] * layout.sign, *["number"] * layout.mantissa]
+    tones = {"sign": _ORANGE, "exponent": theme.accent, "mantissa": _GREEN, "number": theme.accent}
+    left.bar(range(layout.width), found.ones, color=[tones[part] for part in parts], width=0.82)
+    left.axhline(0.5, color=theme.soft, linewidth=0.9, linestyle=(0, (4, 3)))
+    left.set_xticks(range(layout.width), labels=[str(n) for n in reversed(range(layout.width))])
+    left.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    left.set(ylim=(0, 1.2), xlabel="bit, the highest first", ylabel="share of elements in which it is 1")
+    handles = [Patch(color=tones[part], label=part) for part in dict.fromkeys(parts)]
+    made = left.legend(
+        handles=handles, frameon=False, fontsize=8, ncols=3, loc="upper left", borderaxespad=0.1, labelcolor=theme.ink
+    )
+    made.set_in_layout(False)
+    share = f"{found.distinct:,} of {1 << layout.width:,} patterns occur, {found.entropy:.1f} bits of entropy"
+    headline(left, title_of(t), [facts_of(t), share], theme)
+    right, _ = axes_of(right, grid="y")
+    _exponents(right, found, theme)
+    return figure
+
+
+def _exponents(ax: Any, found: Bits, theme: Theme) -> None:
+    """Draw how often each exponent occurs or, for integers, each value."""
+    layout = found.layout
+    if found.exponents is None:
+        ax.bar(found.values, found.counts, color=theme.accent, width=max(0.8, float(np.ptp(found.values)) / 200))
+        ax.set(xlabel="value", ylabel="elements")
+    else:
+        used = np.flatnonzero(found.exponents)
+        ax.bar(used - layout.bias, found.exponents[used], color=theme.accent, width=0.85)
+        ax.set(xlabel=f"exponent: |x| is near 2 to this power (bias {layout.bias})", ylabel="elements")
+    ax.set_yscale("log", nonpositive="clip")
+    ax.set_ylim(bottom=0.5)
+    ax.locator_params(axis="x", integer=True)
+    headline(ax, "exponents" if found.exponents is not None else "values", (), theme)
