@@ -415,4 +415,4 @@ def test_nobody_at_the_address(source: Path, kind: str) -> None:
     begin = time.monotonic()
     with pytest.raises(DestinationError, match=r"127\.0\.0\.1"):
         lazyckpt.open(source).to_safetensors(f"{kind}://bucket/m.safetensors", storage_options=options)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 9  # without the deadline it would be ten

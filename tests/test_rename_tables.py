@@ -460,12 +460,14 @@ def test_the_norm_of_a_delta_net_is_stored_less_one(tmp_path: Path) -> None:
     """`Qwen3NextRMSNormGated` takes its weights as they are, megatron-core's adds 1, as to all others."""
     tensors = tiny_models.write(tmp_path, "qwen3_next")
     name, ours = "model.layers.0.linear_attn.norm.weight", "decoder.layers.0.self_attention.out_norm.weight"
-    moments = {key: {"exp_avg": one * 2} for key, one in tensors.items()}
+    moments = {key: {"exp_avg": one * 2, "ema": one * 3} for key, one in tensors.items()}
     torch.save({"model": tensors, "optimizer": {"state": moments}}, tmp_path / "x.pt")
     view = lazyckpt.open(tmp_path / "x.pt").rename("qwen3_next", reverse=True)
     same(view[ours][...], tensors[name] - 1, "less 1")
     same(view[ours][2:4], tensors[name][2:4] - 1, "a slice")
     same(view.states["exp_avg"][ours][...], tensors[name] * 2, "a moment")
+    same(view.states["ema"][name][...], tensors[name] * 3, "of weights or of gradients")
+    assert [line for line in view.problems if line.code == "not-renamed"]
     same(view.rename("qwen3_next")[name][...], tensors[name], "and back")
     assert "plus -1" in view[ours].explain()
 

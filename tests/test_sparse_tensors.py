@@ -250,6 +250,25 @@ def test_nested_tensors_are_the_list_of_their_tensors(tmp_path: Path) -> None:
     assert view.meta["epoch"] == 3
 
 
+def test_tied_sparse_tensors(tmp_path: Path) -> None:
+    one = torch.eye(3).to_sparse_csr()
+    torch.save({"a": one, "b": one, "c": torch.eye(3).to_sparse_csr()}, tmp_path / "model.pt")
+    view = lazyckpt.open(tmp_path / "model.pt")
+    assert view.aliases == {"b": "a"} and set(view) == {"a", "b", "c"}
+    same(view["b"][...], torch.eye(3), "b")
+
+
+def test_a_sparse_attribute_is_no_weight(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    weight.mask = torch.eye(3).to_sparse()  # type: ignore[attr-defined]
+    sparse = torch.eye(2).to_sparse()
+    sparse.mask = torch.ones(2)  # type: ignore[attr-defined]
+    torch.save({"w": weight, "s": sparse}, tmp_path / "model.pt")
+    view = lazyckpt.open(tmp_path / "model.pt")
+    assert list(view) == ["w", "s"]
+    assert {"w.mask.indices", "s.mask"} < set(view.stored)
+
+
 def test_states_of_an_optimizer_may_be_sparse(tmp_path: Path) -> None:
     tree = {
         "model": {"emb.weight": torch.ones(4, 2), "b": torch.zeros(3)},

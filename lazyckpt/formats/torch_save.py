@@ -24,7 +24,7 @@ from ..io.containers.zip_directory import Record, sizes_of
 from ..io.storage.base import Store
 from .reader import Reader, Source
 from .shared.announce import announce, looking_ahead
-from .shared.composites import composed, wholes_of
+from .shared.composites import composed, tied_wholes, wholes_of
 from .shared.members import Member, together
 from .shared.paths import paths, put
 
@@ -154,6 +154,7 @@ def _member(store: Store, path: str, file: TorchFile, plain: Plain, prefix: str 
     inner = {prefix + key for key in (*plain.inner, *plain.parts)}
     wholes = wholes_of(plain, specs, prefix)
     keys = {prefix + key: path for key, path in plain.paths.items()}
+    same = ties(plain.tensors)
     return Member(
         format="torch",
         tensors={key: (path, wholes.get(key) or specs[key]) for key, path in keys.items() if key not in inner},
@@ -162,7 +163,7 @@ def _member(store: Store, path: str, file: TorchFile, plain: Plain, prefix: str 
         named=named,
         files={path: file.info},
         stored=specs if inner else None,
-        aliases={prefix + alias: prefix + owner for alias, owner in ties(plain.tensors).items()},
+        aliases={prefix + alias: prefix + owner for alias, owner in (same | tied_wholes(plain, same)).items()},
         problems=warnings(path, file, plain) + shards(store, path, plain),
     )
 

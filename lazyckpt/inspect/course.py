@@ -130,15 +130,15 @@ def _single(tensors: Tensors, quantity: str, options: Mapping[str, Any]) -> Laye
 
 
 def _compared(a: Tensors, b: Tensors, quantity: str, options: Mapping[str, Any]) -> Layers:
-    """Return how far the tensors of two steps are apart. Those of one kind and layer count by their elements' norms."""
+    """Return how far the tensors of two steps are apart."""
     return differences(diff(a, b, **options), "cosine" if quantity == "cosine" else "relative")
 
 
 def differences(rows: Iterable[Any], quantity: str) -> Layers:
     """Return a quantity of compared tensors by kind and layer: "relative" or "cosine", of `Difference`s.
 
-    Of several tensors of one kind and layer, relative differences are joined by their norms, and the smallest cosine is
-    taken. A tensor that cannot be read, or that one side lacks, is marked.
+    Of several tensors of one kind and layer (experts), the root mean square of the relative differences and the
+    smallest cosine are taken. A tensor that cannot be read, or that one side lacks, is marked.
     """
     cells: dict[tuple[str, int | None], tuple[float, str]] = {}
     for cell, found in grouped((row.name, row) for row in rows).items():

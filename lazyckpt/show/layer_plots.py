@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ..errors import DataError
 from ..inspect.layers import QUANTITIES, SHARES, SIGNED, Layers, Values
 from .style import (
     Theme,
@@ -211,6 +212,8 @@ def layer_curves(
     """Draw a line for each kind over the layers, on a logarithmic axis unless the quantity is signed or a share."""
     from matplotlib.ticker import MaxNLocator
 
+    if not found.layers:
+        raise DataError("no tensor of this view is in a layer: there are no curves over layers to draw")
     ax, theme = axes_of(ax, (8.2, 4.2), grid="y")
     rows = [n for n, kind in enumerate(found.kinds) if kind not in found.alone][:_LINES]
     left = len(found.kinds) - len(found.alone) - len(rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..core.units import human_bytes
+from ..core.units import human_bytes, plural
 from ..errors import DataError
 from ..inspect.layers import QUANTITIES
 from ..inspect.ranks import ranks_of
@@ -22,7 +22,7 @@ from .value_plots import heatmap, side_norms
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-READ = 1 << 30  # bytes up to which the overview of a view reads it
+READ, _TENSORS = 1 << 30, 20_000  # bytes and tensors up to which the overview of a view reads it
 _MATRIX = 512  # smaller side of a matrix whose singular values an overview computes, at most
 
 
@@ -31,7 +31,7 @@ def view_overview(view: Any) -> Figure:
     import_matplotlib()
     if not len(view):
         raise DataError("there are no tensors in this view: there is nothing to draw")
-    found = of_view(view, "norm").found if view.nbytes <= READ else None
+    found = of_view(view, "norm").found if view.nbytes <= READ and len(view) <= _TENSORS else None
     several = sum(held.rank is not None for held in ranks_of([view]).ranks) > 1
     down = [3.6]
     if found is not None:
@@ -46,7 +46,8 @@ def view_overview(view: Any) -> Figure:
             name = QUANTITIES["norm"]
             layer_map(found, figure.add_subplot(grid[1, :]), f"{name} by layer and kind", [f"state {view.state}"])
         else:
-            text = f"norms are not drawn, as reading takes {human_bytes(view.nbytes)}: view.plot.norms()"
+            size = f"{human_bytes(view.nbytes)} of {plural(len(view), 'tensor')}"
+            text = f"norms are not drawn, as that reads {size}: view.plot.norms()"
             figure.text(0.01, 0.005, text, color=theme.soft, fontsize=8)
     return figure
 

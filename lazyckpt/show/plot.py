@@ -266,7 +266,7 @@ class ViewPlots:
     def overview(self, name: str | None = None) -> Figure:
         """Plot the parameters by kind, what each rank holds, and the L2 norms by layer and kind, in one figure.
 
-        The view is read once for the norms, which are left out if it has more than 1 GiB.
+        The view is read once for the norms, which are left out if it has more than 1 GiB or 20,000 tensors.
 
         Parameters
         ----------

@@ -292,14 +292,12 @@ def _luminance(rgb: Sequence[float]) -> float:
 # -- heat maps of rows and columns that have names
 
 
-def heat(
-    ax: Any, values: NDArray[np.float64], colours: Colormap, norm: Normalize | None, theme: Theme, gaps: bool = True
-) -> Any:
+def heat(ax: Any, values: NDArray[np.float64], colours: Colormap, norm: Normalize | None, theme: Theme) -> Any:
     """Draw a matrix as cells, with the paper between them if they are few, and return the image."""
     image = ax.imshow(values, aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
     bare(ax)
-    if gaps and values.size and max(values.shape) <= 100:
-        for place, count in ((ax.axhline, values.shape[0]), (ax.axvline, values.shape[1])):
+    for place, count in ((ax.axhline, values.shape[0]), (ax.axvline, values.shape[1])):
+        if count <= 100:
             for n in range(1, count):
                 place(n - 0.5, color=theme.paper, linewidth=1.2 if count <= 40 else 0.6)
     return image

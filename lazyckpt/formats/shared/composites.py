@@ -47,6 +47,19 @@ def wholes_of(plain: Plain, specs: Mapping[str, TensorSpec], prefix: str) -> dic
     return found
 
 
+def tied_wholes(plain: Plain, ties: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of sparse tensors whose parts are those of an earlier one: later name -> first name. ``ties``
+    are those of the parts."""
+    first: dict[Any, str] = {}
+    found = {}
+    for name, (whole, parts) in plain.wholes.items():
+        held = tuple(ties.get(parts[key], parts[key]) for key in whole.parts)
+        owner = first.setdefault((whole.op, tuple(whole.params.items()), held), name)
+        if owner != name:
+            found[name] = owner
+    return found
+
+
 def _integers(store: Store, file: TorchFile, tensor: Any, rank: int) -> NDArray[np.int64] | None:
     """Read a small index tensor; None if it is none."""
     if not isinstance(tensor, StoredTensor) or tensor.storage is None or tensor.dtype not in (I32, I64):

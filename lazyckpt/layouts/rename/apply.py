@@ -58,7 +58,8 @@ def _apart(spec: TensorSpec, count: int) -> Iterator[TensorSpec]:
 
 # -- Build the index under the names of a table.
 
-_VALUES = ("weights", "fp32", "ema")  # states that have values of parameters
+_VALUES = ("weights", "fp32")  # states that have values of parameters
+_MEANS = ("ema", "swa")  # in names of states: of parameters, or of gradients
 _HEAD = "output_layer.weight"
 _TIED = {
     "lm_head.weight": (
@@ -125,7 +126,17 @@ def renamed_index(
     stacked = args.get("transformer_impl") == "transformer_engine"
     counts = {name: spec.shape[0] for name, spec in every.items() if spec.shape}
     found = {
-        state: rename(specs, entries, heads, back, report, stacked, gated, counts, values=state in _VALUES)
+        state: rename(
+            specs,
+            entries,
+            heads,
+            back,
+            report,
+            stacked,
+            gated,
+            counts,
+            values=None if any(one in state for one in _MEANS) else state in _VALUES,
+        )
         for state, specs in states.items()
     }
     if back and mtp.has_mtp(entries):

@@ -44,14 +44,14 @@ def rename(
     gated: bool | None = None,
     counts: Mapping[str, int] | None = None,
     *,
-    values: bool = True,
+    values: bool | None = True,
 ) -> dict[str, TensorSpec]:
     """Return the tensors of a state by new name.
 
     ``stacked`` says that saved names without a layer number are otherwise the model's own names. ``gated`` says whether
     Megatron's MLPs have a gate; None if that is unknown. ``counts`` has the length of the first dimension by name,
-    where a state of scalars does not tell how many tensors are in a stack. ``values`` says that the state has values of
-    parameters, and not moments of an optimizer.
+    where a state of scalars does not tell how many tensors are in a stack. ``values`` says whether the state has values
+    of parameters, or moments of an optimizer; None if that is unknown.
     """
     renaming = _Renaming(specs, heads, report, stacked, gated, counts or {}, values)
     for name in specs:
@@ -99,7 +99,7 @@ class _Renaming:
         stacked: bool,
         gated: bool | None,
         counts: Mapping[str, int],
-        values: bool,
+        values: bool | None,
     ) -> None:
         self.specs = specs
         self.heads = heads
@@ -237,8 +237,10 @@ class _Renaming:
 
     def _value(self, spec: TensorSpec, entry: Entry, change: float) -> TensorSpec:
         """Return a tensor plus 1, or less 1, if that is how the two sides store its values."""
-        if not (entry.less_one and self.values):
+        if not entry.less_one or self.values is False:
             return spec
+        if self.values is None:
+            raise Unfit("whether the state has values of parameters, to which 1 is added, is not known")
         return plus(spec, change)
 
     def _was(self, name: str, entry: Entry, match: re.Match[str]) -> bool:

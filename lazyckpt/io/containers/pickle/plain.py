@@ -151,10 +151,10 @@ class Plain:
 
     def _add_attributes(self) -> list[str]:
         """Separate the attributes of tensors, after everything else; return the names of the tensors among them."""
-        before = len(self.tensors)
+        before, wholes = len(self.tensors), len(self.wholes)
         for key, path, state in self._given:  # the list grows: tensors among the attributes may have attributes
             self.attributes[free(key, self.attributes)] = self._state(state, path, 0)
-        return list(self.tensors)[before:]
+        return [*list(self.tensors)[before:], *list(self.wholes)[wholes:]]
 
     def _give(self, value: StoredTensor | Composite, key: str, path: Path) -> None:
         """Record the attributes of a tensor, once even if the tensor has several names."""
