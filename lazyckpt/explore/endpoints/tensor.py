@@ -109,7 +109,10 @@ def _python(subject: Subject, query: Query, view: View, part: View, name: str) -
         steps = subject.run.steps
         text = f"lazyckpt.open_run({subject.view.root!r}).at({query.number('step', steps[-1], min(steps), max(steps))})"
     else:
-        text = f"lazyckpt.open({view.root!r})"
+        files = list(view.files)
+        path = f"{view.root}/{files[0]}" if len(files) == 1 else view.root
+        told = subject.title if subject.kind == "checkpoint" else ""
+        text = f"lazyckpt.open({(told or path)!r})"
     if part.state == STORED:
         text += ".stored"
     elif part is not view:
