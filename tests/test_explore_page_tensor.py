@@ -42,7 +42,9 @@ def test_a_tensor_from_the_whole_to_one_element(browser: Browser, tmp_path: Path
         browser.driver.get(f"http://127.0.0.1:{server.port}/#/tensor?name={quote(HOSTILE)}")
         until(browser, "document.querySelector('.heatmap canvas')")
         assert not browser.js("return document.querySelector('article img')")  # a name is no markup
-        rows = until(browser, "(r => r.length > 2 && r)([...document.querySelectorAll('[aria-label=Outliers] [role=row]')])")
+        rows = until(
+            browser, "(r => r.length > 2 && r)([...document.querySelectorAll('[aria-label=Outliers] [role=row]')])"
+        )
         assert "[3, 5]" in rows[1].text
         assert "[650, 550]" in rows[2].text
         rows[2].click()
@@ -63,7 +65,7 @@ def test_a_tensor_from_the_whole_to_one_element(browser: Browser, tmp_path: Path
             "const d = c.getContext('2d').getImageData(c.width / 2, c.height / 2, 9, 9).data; return new Set(d).size"
         )
         assert pixel > 3  # it is drawn
-        (box,) = [one for one in browser.all("[aria-label='Values as a table'] [role=table]")]
+        (box,) = browser.all("[aria-label='Values as a table'] [role=table]")
         assert str(round(float(weight[0, 0]), 4)) in box.text
         assert not [line for line in browser.complaints() if "SEVERE" in line or "Uncaught" in line]
         browser.driver.get(f"http://127.0.0.1:{server.port}/#/tensor?name=scalar")

@@ -79,7 +79,13 @@ def test_the_facts_of_a_tensor(explorer: Explorer, weights: dict[str, torch.Tens
 def test_attention_has_heads(tmp_path: Path, weights: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
-    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 24}
+    config = {
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "hidden_size": 24,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({Q: weights[Q], Q.replace("q_proj", "k_proj"): torch.ones(16, 24)}, tmp_path / "model.safetensors")
     explorer = Explorer(Subject(lazyckpt.open(tmp_path)))
@@ -168,3 +174,29 @@ def test_nobody_waits_for_a_cancelled_answer(explorer: Explorer) -> None:
     for path in ("tile", "histogram", "norms", "bits", "outliers", "spectrum"):
         with pytest.raises(Cancelled):
             explorer.answer(f"tensor/{path}", {"name": Q}, lambda: False)
+
+
+def test_the_nearest_tokens_of_a_row(tmp_path: Path) -> None:
+    table = torch.randn(50, 12)
+    table[7] = 3 * table[4] + 0.01
+    table[9] = 0
+    torch.save({"embed": table}, tmp_path / "model.pt")
+    words = {f"word{n}": n for n in range(49)}
+    about = {"model": {"vocab": words}, "added_tokens": [{"id": 49, "content": "</s>"}]}
+    explorer = Explorer(Subject(lazyckpt.open(tmp_path / "model.pt")))
+    assert asked(explorer, "tensor/neighbours", name="embed", row=4, count=3)["token"] is None
+    (tmp_path / "tokenizer.json").write_text(json.dumps(about))
+    explorer = Explorer(Subject(lazyckpt.open(tmp_path / "model.pt")))
+    found = asked(explorer, "tensor/neighbours", name="embed", token="word4", count=49)
+    cosines = torch.nn.functional.cosine_similarity(table[4].double(), table.double(), dim=1).tolist()
+    order = sorted((n for n in range(50) if n not in (4, 9)), key=lambda n: -cosines[n])
+    assert (found["row"], found["token"]) == (4, "word4")
+    assert [row for row, _, _ in found["nearest"]] == order
+    assert found["nearest"][0][2] == "word7"
+    assert {token for row, _, token in found["nearest"] if row == 49} == {"</s>"}
+    np.testing.assert_allclose([c for _, c, _ in found["nearest"]], [cosines[n] for n in order], rtol=1e-12)
+    for values in ({"row": "9"}, {"row": "50"}, {"token": "no such"}):
+        assert explorer.answer("tensor/neighbours", {"name": "embed", **values}).status == 400
+    (tmp_path / "tokenizer.json").write_text("[]")
+    explorer = Explorer(Subject(lazyckpt.open(tmp_path / "model.pt")))
+    assert explorer.answer("tensor/neighbours", {"name": "embed"}).status == 422

@@ -35,6 +35,7 @@ _MODULES = (
     "endpoints.ranks",
     "endpoints.tensor",
     "endpoints.values",
+    "endpoints.tokens",
 )  # modules with a dictionary ENDPOINTS: path -> function
 _KEPT = 64 << 20  # bytes of answers that an explorer keeps
 _STATUS = (
