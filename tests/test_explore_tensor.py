@@ -149,7 +149,8 @@ def test_values_are_exact_text(explorer: Explorer, weights: dict[str, torch.Tens
         ("tensor/tile", {"rows": "0"}), ("tensor/tile", {"r0": "40"}), ("tensor/tile", {"r0": "9", "r1": "3"}),
         ("tensor/tile", {"dims": "0"}), ("tensor/tile", {"dims": "0,2"}), ("tensor/tile", {"at": "x:1"}),
         ("tensor/tile", {"wrap": "4"}), ("tensor/tile", {"how": "median"}), ("tensor/tile", {"exact": "maybe"}),
-        ("tensor/histogram", {"bins": "0"}), ("tensor/bits", {"name": "experts"}), ("tensor/spectrum", {"name": "norm"}),
+        ("tensor/histogram", {"bins": "0"}), ("tensor/bits", {"name": "experts"}),
+        ("tensor/spectrum", {"name": "norm"}),
         ("tensor/values", {"name": "experts"}), ("tensor/outliers", {"count": "100000"}),
     ],
 )  # fmt: skip
