@@ -383,7 +383,7 @@ export function cellText(value: number): string {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e5 || size < 1e-3) return value.toExponential(1).replace("e+", "e");
-  return String(Number(value.toPrecision(4))).slice(0, 8);
+  return String(Number(value.toPrecision(size < 0.01 ? 3 : size < 1000 ? 4 : 5)));
 }
 
 function image(kept: Kept, props: Props, version: object, bad: [number, number, number]): HTMLCanvasElement {
