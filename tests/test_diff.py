@@ -317,7 +317,7 @@ def test_repeated_layers_are_one_line(tmp_path: Path) -> None:
     assert len(every) == len(found) and every[0].name == "model.layers.7.up.weight"
     said = shell(tmp_path / "a.safetensors", tmp_path / "b.safetensors").stdout
     assert "most at layers 7" in said and len(said.splitlines()) == 6
-    assert len(shell(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--all").stdout.splitlines()) == 33
+    assert len(shell(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "--all").stdout.splitlines()) == 34
 
 
 def test_names_with_another_prefix_are_told_and_compared(tmp_path: Path) -> None:

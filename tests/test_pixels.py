@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from .lanes import rounds
 
 import lazyckpt
 from lazyckpt.inspect import planes
@@ -23,6 +22,8 @@ from lazyckpt.inspect.norms import norms, outliers
 from lazyckpt.inspect.pixels import pooled
 from lazyckpt.lazy import LazyArray
 from lazyckpt.testing import opened
+
+from .lanes import rounds
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2]
 OTHERS = [torch.int8, torch.uint8, torch.int64, torch.bool, torch.complex64, torch.uint16]
@@ -51,8 +52,10 @@ def numbers_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         found: np.ndarray[Any, Any] = np.where(both & 8, -1, 1) * table[both & 7]
         return found
     if tensor.is_complex():
-        return np.abs(tensor.to(torch.complex128).numpy())
-    return tensor.to(torch.float64).numpy()
+        sizes: np.ndarray[Any, Any] = np.abs(tensor.to(torch.complex128).numpy())
+        return sizes
+    wide: np.ndarray[Any, Any] = tensor.to(torch.float64).numpy()
+    return wide
 
 
 def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: torch.dtype, odd: bool) -> torch.Tensor:
@@ -111,7 +114,16 @@ def drawings(draw: Any) -> Any:
         window.append((a, b))
     grid = draw(st.integers(1, 10)), draw(st.integers(1, 10))
     whole = draw(st.booleans())
-    return shape, dtype, (row, col), at, None if whole else tuple(window), grid, draw(st.booleans()), draw(st.integers(0, 99))
+    return (
+        shape,
+        dtype,
+        (row, col),
+        at,
+        None if whole else tuple(window),
+        grid,
+        draw(st.booleans()),
+        draw(st.integers(0, 99)),
+    )
 
 
 @settings(max_examples=rounds(60), deadline=None)
@@ -143,7 +155,9 @@ def test_pooling_equals_numpy(case: Any) -> None:
     st.integers(1, 200), st.data(), st.sampled_from([torch.float32, torch.bfloat16, FP4]), st.booleans(),
     st.integers(1, 12), st.integers(1, 12),
 )  # fmt: skip
-def test_a_wrapped_tensor_equals_numpy(count: int, data: Any, dtype: torch.dtype, odd: bool, rows: int, cols: int) -> None:
+def test_a_wrapped_tensor_equals_numpy(
+    count: int, data: Any, dtype: torch.dtype, odd: bool, rows: int, cols: int
+) -> None:
     pack = 2 if dtype == FP4 else 1
     tensor = random_tensor(np.random.default_rng(count), (count,), dtype, odd)
     truth = numbers_of(tensor)
@@ -201,7 +215,9 @@ def test_outliers_and_histograms_equal_numpy(dtype: torch.dtype, tmp_path: Path)
             assert one.counts.tolist() == [*below, *middle, *above]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, FP4], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, FP4], ids=str
+)
 def test_bits_equal_numpy(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = random_tensor(np.random.default_rng(2), (9, 31), dtype, False)
     found = bits_of(saved(tensor, tmp_path))
@@ -277,7 +293,7 @@ def test_work_ends_when_nobody_waits(tmp_path: Path) -> None:
         if work is bits_of:
             left = 0
         with pytest.raises(NotWanted):
-            work(one, check=check)  # type: ignore[operator]
+            work(one, check=check)
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

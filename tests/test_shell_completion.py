@@ -35,7 +35,7 @@ def offered(*words: str) -> tuple[list[str], str]:
     done = subprocess.run(
         [sys.executable, "-m", "lazyckpt"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
     )
-    return done.stdout.splitlines(), done.stderr
+    return [line for line in done.stdout.splitlines() if line], done.stderr
 
 
 @pytest.mark.slow
@@ -46,7 +46,7 @@ def offered(*words: str) -> tuple[list[str], str]:
         (("ls", "{}", "model.layers.1."), ["model.layers.1.mlp.down", "model.layers.1.mlp.up"]),
         (("show", "{}", "model.layers."), ["model.layers.0.", "model.layers.1.", "model.layers.10."]),
         (("ls", "{}", "--stat"), ["--state"]),
-        (("ls", "{}", "--state", ""), ["weights"]),
+        (("ls", "{}", "--state", "exp"), ["exp_avg", "exp_avg_sq"]),
         (("bro",), ["browse"]),
         (("ls", "nowhere", ""), []),
     ],
@@ -88,16 +88,16 @@ def test_in_a_shell(path: Path, shell: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     if shell == "bash":
         script = (
-            f"source {tmp_path}/.bash_completions/lazyckpt.sh; COMP_WORDS=(lazyckpt show {path} model.l); COMP_CWORD=3; "
-            '_lazyckpt_completion lazyckpt; printf "%s\\n" "${COMPREPLY[@]}"'
+            f"source {tmp_path}/.bash_completions/lazyckpt.sh; COMP_WORDS=(lazyckpt show {path} model.l); "
+            'COMP_CWORD=3; _lazyckpt_completion lazyckpt; printf "%s\\n" "${COMPREPLY[@]}"'
         )
         want = "model.layers.0.\nmodel.layers.1.\nmodel.layers.10.\n"
     else:
         script = (
-            f'words=(lazyckpt show {path} model.l); CURRENT=4; _arguments() {{ print -r -- "$*"; }}; compdef() {{ :; }}; '
-            f"source {tmp_path}/.zfunc/_lazyckpt; _lazyckpt_completion"
+            f"words=(lazyckpt show {path} model.l); CURRENT=4; compdef() {{ :; }}; "
+            f'_arguments() {{ print -r -- "$*"; }}; source {tmp_path}/.zfunc/_lazyckpt; _lazyckpt_completion'
         )
-        want = '*: :(("model.layers.0."\\n"model.layers.1."\\n"model.layers.10."))\n'.replace("\\n", "\n")
+        want = '*: :(("model.layers.0."\n"model.layers.1."\n"model.layers.10."))\n'
     done = subprocess.run([program, "-c", script], env=env, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == (want, "")
     assert not (tmp_path / "hacked").exists()

@@ -13,9 +13,12 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import torch
+
 import lazyckpt
 from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.subject import Subject
+from lazyckpt.inspect.pixels import pooled
 
 from .. import data
 from ..case import Area, Case, Goal, Settings
@@ -137,6 +140,15 @@ def _page(settings: Settings, ranks: int) -> Contest:
     return Contest(Timed(opened), calls=1, most=7)
 
 
+def _overview(settings: Settings, dtype: torch.dtype) -> Contest:
+    """The picture of a whole tensor, of 512 x 512 cells, against reading the tensor."""
+    side = settings.pick(16384, 4096) if dtype == torch.float32 else settings.pick(23168, 5792)
+    path = data.saved(settings, f"square-{str(dtype)[6:]}", "pt", 1, (side, side), dtype)
+    warm(path)
+    t = lazyckpt.open(path, cache=False).tensor("layers.0.weight")
+    return Contest(Timed(lambda: pooled(t, 512, 512)), ("torch.load", Timed(lambda: torch.load(path))), calls=1, most=7)
+
+
 def _cases(settings: Settings) -> list[Case]:
     return list(_all(settings))
 
@@ -144,6 +156,9 @@ def _cases(settings: Settings) -> list[Case]:
 def _all(settings: Settings) -> Iterator[Case]:
     size = settings.pick(1024, 64)
     yield Case(f"a shard of {size} MiB of a torch file over HTTP", partial(_shard, settings), [Goal(1 / 0.7)])
+    for dtype in (torch.float32, torch.bfloat16):
+        what = f"the heat map of a tensor of {settings.pick(1024, 64)} MiB of {str(dtype)[6:]}"
+        yield Case(what, partial(_overview, settings, dtype), [Goal(1.3)])
     names, ranks = settings.pick(500_000, 20_000), settings.pick(1024, 64)
     second = [Goal(1.0, against=1.0, budget="a second")]
     yield Case(f"the tree of {names:,} names: processor time", partial(_tree, settings, names), second)

@@ -23,7 +23,7 @@ from .names import Mark, Names
 from .panes import Panes
 from .rows import OPENED, ORDERS, Row, Rows, chosen
 from .steps import Slider
-from .subject import Pair, Run, Subject, same_shape
+from .subject import Pair, Run, Subject
 
 _PROBLEMS = 2  # maximum number of problems at the top of the screen
 _PAUSE = 0.12  # seconds between the last key typed into the search and searching
@@ -55,6 +55,7 @@ class Browser(App[Exception]):
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (72, "-normal"), (110, "-wide")]  # noqa: RUF012
     VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-high")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("question_mark", "keys", "Help", key_display="?"),
         Binding("slash", "search", "Search", key_display="/"),
         Binding("o", "order", "Order"),
         Binding("O", "reverse", "Reverse", show=False),
@@ -78,7 +79,9 @@ class Browser(App[Exception]):
         Binding("M", "meta", "Metadata"),
         Binding("p", "problems", "Problems", show=False),
         Binding("t", "theme", "Light/dark", show=False),
-        Binding("question_mark", "keys", "Help", key_display="?"),
+        Binding("plus,equals_sign", "zoom(0.5)", "Zoom in", show=False),
+        Binding("minus", "zoom(2)", "Zoom out", show=False),
+        Binding("0", "zoom(0)", "Whole", show=False),
         Binding("q", "quit", "Quit"),
         Binding("escape", "leave", "Back", show=False),
     ]
@@ -106,7 +109,7 @@ class Browser(App[Exception]):
         """Whether any background work is running or pending."""
         return (
             self.filter.value != self._searched or self._names.busy or self.panes.busy or self.measures.busy
-            or (self.names.row is not self.row)
+            or _key(self.names.row) != _key(self.row)
         )  # fmt: skip
 
     # -- the screen
@@ -260,7 +263,7 @@ class Browser(App[Exception]):
         """Order the names."""
         if self.rows is not None:
             self.rows.order, self.rows.reverse = order, reverse
-            self.names.arrange()
+            self.names.reorder()
             what = {"value": "difference" if isinstance(self.subject, Pair) else "norm"}.get(order, order)
             self.notify(f"ordered by {what}{', reversed' if reverse else ''}", timeout=1.5, markup=False)
 
@@ -276,12 +279,12 @@ class Browser(App[Exception]):
     def action_fold(self) -> None:
         if self.rows is not None:
             self.rows.fold = not self.rows.fold
-            self.names.arrange()
+            self.names.reorder()
 
     def action_flat(self) -> None:
         if self.rows is not None:
             self.rows.flat = not self.rows.flat
-            self.names.arrange()
+            self.names.reorder()
 
     def action_leave(self) -> None:
         """Go back one step: stop reading, leave the index, or clear the search."""
@@ -320,15 +323,8 @@ class Browser(App[Exception]):
     def _compare(self, pair: Pair) -> None:
         """Show columns of differences, and compare unless that reads too much to do it without being asked."""
         self.names.heads, self.names.extra = ("relative", "cosine", "max"), self._of_pair
-        names = list(pair.view)
-        sizes = (sum(t.nbytes for t in both if t is not None) for both in map(pair.both, names) if same_shape(both))
-        total = 0
-        for size in sizes:
-            total += size
-            if total > AT_ONCE:
-                self.notify(f"e and a compare all tensors: more than {AT_ONCE >> 30} GiB are read", markup=False)
-                return
-        self.measures.start(pair, names)
+        hint = f"more than {AT_ONCE >> 30} GiB would be read: e and a compare all tensors"
+        self.measures.start(pair, list(pair.view), AT_ONCE, lambda: self.notify(hint, markup=False))
 
     def _of_pair(self, row: Row) -> tuple[Mark, ...]:
         worst = self.measures.worst(row)
@@ -361,12 +357,18 @@ class Browser(App[Exception]):
         self.names.renumber()
         self.panes.renew()
         if not self.measures.busy and self.rows is not None and self.rows.order == "value":
-            self.names.arrange()
+            self.names.reorder()
 
     # -- panes
 
     def action_tab(self, tab: str) -> None:
         self.panes.action_tab(tab)
+
+    def action_zoom(self, factor: float) -> None:
+        """Zoom the heat map if it is shown, also while the names have the focus; 0 shows all of it."""
+        heat = self.panes.heat
+        if self.panes.active == "map":
+            heat.action_zoom(factor) if factor else heat.action_whole()
 
     def action_index(self) -> None:
         self.action_tab("values")
@@ -416,3 +418,7 @@ class Browser(App[Exception]):
 
     def action_theme(self) -> None:
         self.theme = "textual-light" if self.current_theme.dark else "textual-dark"
+
+
+def _key(row: Row | None) -> object:
+    return None if row is None else row.key

@@ -206,7 +206,7 @@ class Heat(Widget, can_focus=True):
             self.post_message(self.Wanted())
 
     def on_resize(self) -> None:
-        if self.tensor is not None and self.shown is not None:
+        if self.tensor is not None and self.size.height:
             self.post_message(self.Wanted())
 
     # -- the mouse
@@ -284,7 +284,7 @@ class Heat(Widget, can_focus=True):
     def _drawn(self, shown: Picture) -> list[Strip]:
         base = self.rich_style
         back = base.bgcolor.get_truecolor() if base.bgcolor is not None else ColorTriplet(0, 0, 0)
-        cells = colours(shown, self.app.current_theme.dark, tuple(back))
+        cells = colours(shown, self.app.current_theme.dark, (back.red, back.green, back.blue))
         across, down = self._stretch(shown)
         cells = cells.repeat(across, axis=1).repeat(down, axis=0)
         if len(cells) % 2:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from math import sqrt
 from threading import Thread
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.units import human_bytes
 from ..errors import LazyckptError
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 
 _EVERY = 0.1  # seconds between updates of the screen
 AT_ONCE = 2 << 30  # bytes of a comparison that are read without being asked for
+
+
+class _Job(NamedTuple):
+    """What is measured of a tensor, and how many bytes that reads."""
+
+    name: str
+    nbytes: int
+    work: Callable[[ThreadPoolExecutor], Any]
 
 
 class Measures:
@@ -43,50 +52,78 @@ class Measures:
         """How much has been read, as text."""
         return f"read {human_bytes(self.read)} of {human_bytes(self.total)}"
 
-    def start(self, subject: Subject, names: Iterable[str]) -> None:
-        """Measure the tensors of these names that have no numbers yet."""
+    def start(
+        self,
+        subject: Subject,
+        names: Iterable[str],
+        most: int | None = None,
+        refused: Callable[[], None] | None = None,
+    ) -> None:
+        """Measure the tensors of these names that have no numbers yet.
+
+        If that reads more than ``most`` bytes, nothing is read, and ``refused`` is called on the thread of the
+        screen."""
         self.stop()
-        jobs = [job for job in self._jobs(subject, names) if job[0] not in self.found]
-        if not jobs:
-            return
-        self.total, self.read = sum(size for _, size, _ in jobs), 0
+        self.total = self.read = 0
         executor = self._executor = ThreadPoolExecutor(thread_name_prefix="lazyckpt-browse")
         loop = asyncio.get_running_loop()
-        Thread(target=self._run, args=(jobs, executor, loop), daemon=True).start()
+        args = (subject, names, executor, loop, most, refused)
+        Thread(target=self._run, args=args, daemon=True).start()
+        self._changed()
 
-    def _jobs(
-        self, subject: Subject, names: Iterable[str]
-    ) -> Iterator[tuple[str, int, Callable[[ThreadPoolExecutor], Any]]]:
+    def _jobs(self, subject: Subject, names: Iterable[str]) -> Iterator[_Job]:
         for name in names:
+            if name in self.found:
+                continue
             if isinstance(subject, Pair):
                 pair = subject.both(name)
                 size = sum(t.nbytes for t in pair if t is not None) if same_shape(pair) else 0
-                yield name, size, lambda executor, name=name, pair=pair: compared(name, pair, executor)
+                yield _Job(name, size, partial(compared, name, pair))
             else:
                 t = subject.tensor(name)
-                yield name, t.nbytes, lambda executor, t=t: measured(t, executor)
+                yield _Job(name, t.nbytes, partial(measured, t))
 
-    def _run(self, jobs: Sequence[Any], executor: ThreadPoolExecutor, loop: asyncio.AbstractEventLoop) -> None:
-        last = 0.0
-        for n, (name, size, work) in enumerate(jobs):
+    def _run(
+        self,
+        subject: Subject,
+        names: Iterable[str],
+        executor: ThreadPoolExecutor,
+        loop: asyncio.AbstractEventLoop,
+        most: int | None,
+        refused: Callable[[], None] | None,
+    ) -> None:
+        def tell(what: Callable[[], None]) -> None:
+            with suppress(RuntimeError):  # the program has ended and its loop is closed
+                loop.call_soon_threadsafe(what)
+
+        jobs, total = [], 0
+        for job in self._jobs(subject, names):
+            jobs.append(job)
+            total += job.nbytes
+            if self._executor is not executor or (most is not None and total > most):
+                break
+        if most is not None and total > most:
+            jobs, total = [], 0
+            if refused is not None:
+                tell(refused)
+        self.total, last = total, monotonic()
+        for job in jobs:
             try:
-                found = work(executor)
+                found = job.work(executor)
             except (LazyckptError, OSError, RuntimeError):
-                if self._executor is not executor:
-                    return  # stopped: the executor was shut down
-                found = None  # its own pane says why it cannot be read
+                found = None  # stopped, or it cannot be read: its own pane says why
             if self._executor is not executor:
                 return
             if found is not None:
-                self.found[name] = found
-            self.read += size
-            if n == len(jobs) - 1:
-                self._executor = None
-                executor.shutdown(wait=False)
-            if monotonic() - last > _EVERY or n == len(jobs) - 1:
+                self.found[job.name] = found
+            self.read += job.nbytes
+            if monotonic() - last > _EVERY:
                 last = monotonic()
-                with suppress(RuntimeError):  # the program has ended and its loop is closed
-                    loop.call_soon_threadsafe(self._changed)
+                tell(self._changed)
+        if self._executor is executor:
+            self._executor = None
+            executor.shutdown(wait=False)
+            tell(self._changed)
 
     def stop(self) -> bool:
         """Stop measuring. Return whether that was in progress."""

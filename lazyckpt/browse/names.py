@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import ClassVar
 
 from rich.segment import Segment
+from rich.style import Style
 from textual.binding import Binding, BindingType
 from textual.events import Click
 from textual.geometry import Region, Size
@@ -20,7 +21,7 @@ from ..errors import printable
 from ..show.text import kind
 from .rows import Row, Rows
 
-_NAME = 14  # least width of the column of names; other columns are left out for it
+_NAME = 20  # least width of the column of names; other columns are left out for it
 _GAP = 2  # spaces between columns
 
 Mark = tuple[str, str]  # text, and the class of its style: "", "good", "warn", "bad"
@@ -73,12 +74,17 @@ class Names(ScrollView, can_focus=True):
             return None
         return self.rows.visible[min(self.cursor, len(self.rows.visible) - 1)]
 
+    @property
+    def columns_wide(self) -> int:
+        """Columns of a line, without the scroll bar."""
+        return max(0, self.size.width - self.styles.scrollbar_size_vertical)
+
     def show(self, rows: Rows, at: str = "") -> None:
         """Show other names, with the cursor at ``at`` or at the nearest level above it."""
         self.rows, self._widths = rows, []
         self._rearranged(rows.reveal(at))
 
-    def arrange(self) -> None:
+    def reorder(self) -> None:
         """Show the same names in another order."""
         if self.rows is not None:
             row = self.row
@@ -92,7 +98,7 @@ class Names(ScrollView, can_focus=True):
         self.post_message(self.Moved())
 
     def _resize(self) -> None:
-        self.virtual_size = Size(self.size.width, 0 if self.rows is None else len(self.rows.visible))
+        self.virtual_size = Size(self.columns_wide, 0 if self.rows is None else len(self.rows.visible))
 
     def renumber(self) -> None:
         """Draw the rows again: their numbers have changed."""
@@ -166,9 +172,9 @@ class Names(ScrollView, can_focus=True):
         row_at = event.y + self.scroll_offset.y
         if self.rows is None or row_at >= len(self.rows.visible):
             return
-        again, self.cursor = self.cursor == row_at, row_at
+        self.cursor = row_at
         row = self.rows.visible[row_at]
-        if event.chain == 2 or (not row.leaf and (again or event.x <= 2 * row.depth + 2)):
+        if event.chain == 2 or (not row.leaf and 2 * row.depth <= event.x <= 2 * row.depth + 1):
             self.action_choose()
 
     # -- drawing
@@ -179,7 +185,7 @@ class Names(ScrollView, can_focus=True):
         widths = self._widths or [len(title) for title in titles]
         found = list(zip(titles, widths, strict=True))
         for title in ("shape", "dtype", *reversed(self.heads[1:]), "size"):  # what is left out first
-            if sum(width + _GAP for _, width in found) + _NAME <= self.size.width:
+            if sum(width + _GAP for _, width in found) + _NAME <= self.columns_wide:
                 break
             found = [one for one in found if one[0] != title]
         return found
@@ -188,11 +194,11 @@ class Names(ScrollView, can_focus=True):
         """Return the line of titles."""
         found = self.columns()
         rest = "".join(" " * _GAP + (f"{t:>{w}}" if t not in ("dtype", "shape") else f"{t:<{w}}") for t, w in found)
-        return f"{'  name':<{max(0, self.size.width - len(rest))}}{rest}"
+        return f"{'  name':<{max(0, self.columns_wide - len(rest))}}{rest}"
 
     def title_at(self, x: int) -> str:
         """Return the title of the column at a place of the line of titles."""
-        right = self.size.width
+        right = self.columns_wide
         for title, width in reversed(self.columns()):
             right -= width + _GAP
             if x >= right:
@@ -231,7 +237,7 @@ class Names(ScrollView, can_focus=True):
 
     def render_line(self, y: int) -> Strip:
         n = y + self.scroll_offset.y
-        width = self.size.width
+        width = self.columns_wide
         base = self.rich_style
         if self.rows is None or n >= len(self.rows.visible):
             return Strip.blank(width, base)
@@ -253,11 +259,11 @@ class Names(ScrollView, can_focus=True):
             )
         return Strip(segments).adjust_cell_length(width, style)
 
-    def _named(self, row: Row, width: int, style: object) -> list[Segment]:
+    def _named(self, row: Row, width: int, style: Style) -> list[Segment]:
         """Return the name of a row, with its guides, in exactly this width."""
         from rich.cells import cell_len, set_cell_size
 
-        def of(name: str):
+        def of(name: str) -> Style:
             return style + self.get_component_rich_style(f"names--{name}", partial=True)
 
         indent = "│ " * min(row.depth, max(0, (width - _NAME) // 2))

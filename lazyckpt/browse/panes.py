@@ -21,6 +21,7 @@ from .grid import Grid
 from .heat import Heat, legend
 from .histogram import Histogram
 from .measures import Measures
+from .pooling import Box
 from .rows import Row
 from .subject import Pair, Run, Subject
 
@@ -66,6 +67,7 @@ class Panes(Vertical):
         self._drawing: Drawing | None = None
         self._points: list[steps.Point] | None = None
         self._pending = False
+        self._kept: tuple[Box | None, tuple[int, int]] | None = None
         self.tabs = TabbedContent(id="tabs")
         self.about, self.files, self.changes = (Static(markup=False) for _ in range(3))
         self.index = Input(placeholder="i: an index, as 0:8, ::64", id="index")
@@ -113,6 +115,8 @@ class Panes(Vertical):
 
     def show(self, subject: Subject, row: Row | None, side: str) -> None:
         """Show what is known about a row without reading elements, and read what the open pane shows."""
+        same = row is not None and self.row is not None and row.key == self.row.key
+        self._kept = (self.heat.box, self.heat.whole) if same else None  # another step or side: the same part
         self.subject, self.row, self.side = subject, row, side
         self.tensor = self._drawing = self.text = self.error = None
         self._points = None
@@ -140,12 +144,12 @@ class Panes(Vertical):
         if not row.leaf:
             states = [s for s in subject.states[:-1] if _has(subject, s, row)]
             return Known(detail.drawn(detail.of_level(row, subject.view, subject.problems, states)), None, None)
+        t: LazyTensor | None = None
+        error: Exception | None = None
         try:
             t = subject.tensor(row.start, side)
         except Exception as e:  # a difference of tensors that cannot be subtracted
-            t, error = None, e
-        else:
-            error = None
+            error = e
         if isinstance(subject, Pair):
             found: Any = self._measures.found.get(row.start)
             about = detail.of_pair(row.start, subject.both(row.start), found)
@@ -165,7 +169,8 @@ class Panes(Vertical):
             self._tell(f"⏎ reads values of {kind(t)}")
         self.bars.show(t)
         self.heat.show(t)
-        self.heat.refresh()
+        if self._kept is not None and self._kept[1] == self.heat.whole:
+            self.heat.box = self._kept[0]
         self._draw_files()
         self._told()
         self.read()
@@ -198,7 +203,10 @@ class Panes(Vertical):
     # -- the panes
 
     def action_tab(self, tab: str) -> None:
+        """Show a pane; that of a tensor's heat map or values gets the focus, for its keys."""
         self.tabs.active = tab
+        if tab in ("map", "values") and self.row is not None and self.row.leaf:
+            (self.heat if tab == "map" else self.grid).focus()
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
         self._told()
@@ -226,6 +234,8 @@ class Panes(Vertical):
         """Read all that the open pane can show, however large."""
         if self.active == "changes":
             self._read_changes(asked=True)
+        elif self.active == "map":
+            self.heat.action_pool()
         elif self.tensor is not None:
             self.action_tab("histogram")
             self.bars.read(self.tensor, True, self.columns)
@@ -241,6 +251,7 @@ class Panes(Vertical):
         try:
             part = t.lazy[parse_index(text)] if text else t
         except Exception as e:
+            grid.show(None)
             self._tell(error_text(e), wrong=True)
             return
         self.text = text or None

@@ -134,7 +134,7 @@ def _read(t: LazyArray, wanted: list[int], left: int, right: int, width: int) ->
         values = np.concatenate(parts) if parts else flat[:0]
         flat[: len(values)] = values
         return flat.reshape(len(wanted), right - left), right - left - (len(flat) - len(values))
-    rows = slice(wanted[0], wanted[-1] + 1) if run else wanted
+    rows: Any = slice(wanted[0], wanted[-1] + 1) if run else wanted
     if len(shape) == 2:
         return _numbers(t, (rows, slice(left, right))), right - left
     if matrix_shape(t)[0] == shape[0]:  # the trailing dimensions are joined
@@ -144,8 +144,9 @@ def _read(t: LazyArray, wanted: list[int], left: int, right: int, width: int) ->
         lead, inner = divmod(row, shape[-2])
         leads.setdefault(lead, []).append(inner)
     blocks = []
-    for lead, inner in leads.items():
-        inside = slice(inner[0], inner[-1] + 1) if inner[-1] - inner[0] + 1 == len(inner) else inner
+    for lead, rows_of in leads.items():
+        whole = rows_of[-1] - rows_of[0] + 1 == len(rows_of)
+        inside: Any = slice(rows_of[0], rows_of[-1] + 1) if whole else rows_of
         at = tuple(int(n) for n in np.unravel_index(lead, shape[:-2]))
         blocks.append(_numbers(t, (*at, inside, slice(left, right))))
     return np.concatenate(blocks), right - left

@@ -122,6 +122,11 @@ class Flat(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._indices)
 
+    def find(self, name: str) -> int:
+        """Return the row of a name; 0 if there is none."""
+        names = self._of.names
+        return next((n for n, at in enumerate(self._indices) if names[at] == name), 0)
+
     @overload
     def __getitem__(self, n: int) -> Row: ...
     @overload
@@ -157,7 +162,7 @@ class Rows:
         that of the nearest level above it."""
         if self.flat:
             self.visible = Flat(self.outline, self._indices())
-            return next((n for n, name in enumerate(map(self._name, self.visible_indices())) if name == at), 0)
+            return self.reveal(at)
         kept = {row.key for row in self.visible if row.opened} if isinstance(self.visible, list) else set()
         self.whole.below = None
         self.visible = rows = list(self.below(self.whole))
@@ -166,13 +171,6 @@ class Rows:
         else:
             self._open_first(rows)
         return self.reveal(at)
-
-    def visible_indices(self) -> Sequence[int]:
-        assert isinstance(self.visible, Flat)  # only a flat list has indices
-        return self.visible._indices
-
-    def _name(self, n: int) -> str:
-        return self.outline.names[n]
 
     def _reopen(self, kept: set[tuple[str, bool]]) -> None:
         n = 0
@@ -260,7 +258,8 @@ class Rows:
             found = sorted(range(count), key=lambda n: _last(value(rows[n])))
         else:
             found = sorted(range(count), key=lambda n: natural(of.names[n])) if count < 20_000 else list(range(count))
-        return found[::-1] if self.reverse else found
+        ordered: list[int] = found[::-1] if self.reverse else found
+        return ordered
 
     # -- opening and closing
 
@@ -292,8 +291,10 @@ class Rows:
 
     def reveal(self, name: str) -> int:
         """Open the levels down to a name, and return its row, or that of the nearest level above it, or the first."""
-        if self.flat or not name:
+        if not name:
             return 0
+        if isinstance(self.visible, Flat):
+            return self.visible.find(name)
         found, n = 0, 0
         while n < len(self.visible):
             row = self.visible[n]

@@ -49,7 +49,7 @@ class One:
     def line(self, name: str, leaf: bool) -> str:
         if not name and not leaf:
             return self.code
-        return f"{self.code}[{quoted(name)}]"
+        return f"{self.code}[{quoted(name)}]" + ("" if leaf else '.to("cpu")')
 
     @property
     def facts(self) -> str:
@@ -206,12 +206,16 @@ class Pair(Subject):
 
     def line(self, name: str, leaf: bool, side: str = "B - A") -> str:
         lines = [one.line(name, leaf) for one in (self.a, self.b)]
-        if side in ("A", "B") or not leaf:
-            return lines[side == "B"] if side in ("A", "B") else f"lazyckpt.diff({', '.join(lines)})"
+        if side in ("A", "B"):
+            return lines[side == "B"]
+        if not leaf:
+            parts = [one.line(name, leaf).removesuffix('.to("cpu")') for one in (self.a, self.b)]
+            return f"lazyckpt.diff({', '.join(parts)})"
         a, b = self.both(name)
         if a is None or b is None:
             return lines[a is None]
-        return f"({self.b.code} - {self.a.code})[{quoted(name)}]"
+        part = quoted(name)
+        return f"({self.b.code}.select({part}) - {self.a.code}.select({part}))[{part}]"
 
 
 def _union(a: CheckpointView, b: CheckpointView) -> CheckpointView:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./+@,-]+")
 _MOST = 500  # proposals
+_STATES = ("weights", "fp32", "exp_avg", "exp_avg_sq", "momentum_buffer", "step")
 
 
 def levels(names: Sequence[str], start: str) -> list[str]:
@@ -53,9 +54,9 @@ def tensors(ctx: typer.Context, incomplete: str) -> list[str]:
     return _of_view(ctx, lambda view: levels(view.names.sorted, incomplete))
 
 
-def states(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Propose the states of the checkpoint."""
-    return _of_view(ctx, lambda view: [state for state in view.states if state.startswith(incomplete)], state=False)
+def states(incomplete: str) -> list[str]:
+    """Propose the states that trainers write; which ones a checkpoint has, `lazyckpt info` says."""
+    return [state for state in _STATES if state.startswith(incomplete)]
 
 
 def formats(incomplete: str) -> list[str]:
@@ -65,7 +66,7 @@ def formats(incomplete: str) -> list[str]:
     return [reader.name for reader in readers() if reader.name.startswith(incomplete)]
 
 
-def _of_view(ctx: typer.Context, propose: Callable[[CheckpointView], list[str]], state: bool = True) -> list[str]:
+def _of_view(ctx: typer.Context, propose: Callable[[CheckpointView], list[str]]) -> list[str]:
     from ..io.storage.urls import is_url
     from .options import open_view
 
@@ -76,7 +77,7 @@ def _of_view(ctx: typer.Context, propose: Callable[[CheckpointView], list[str]],
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            chosen = (given.get("state"), bool(given.get("stored"))) if state else (None, False)
+            chosen = given.get("state"), bool(given.get("stored"))
             options = [given.get(name) for name in ("tag", "format", "rules", "base")]
             view = open_view(os.path.expanduser(path), *chosen, *options)
             return [name for name in propose(view) if _PLAIN.fullmatch(name)]

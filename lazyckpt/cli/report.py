@@ -33,7 +33,8 @@ def report(
 ) -> None:
     """Write a checkpoint as one HTML file to look at.
 
-    A run, or two checkpoints side by side, can be written, too. The file holds the tree, and as many figures and values as fit. It needs no server and no network.
+    A run, or two checkpoints side by side, can be written, too. The file holds the tree, and as many figures and values
+    as fit. It needs no server and no network.
     """
     options = {
         "tag": tag,

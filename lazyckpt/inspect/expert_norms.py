@@ -7,7 +7,7 @@ measured alone. The norm of an expert is that of all its tensors together.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 
 import numpy as np
@@ -26,6 +26,7 @@ def expert_norms(
     executor: Executor | None = None,
     memory: int | str | None = None,
     progress: bool | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Layers:
     """Return the L2 norm of each expert. Every tensor of an expert is read once.
 
@@ -35,6 +36,8 @@ def expert_norms(
         Tensors by full name. Those of no expert are not read.
     executor, memory, progress
         See `WriteOptions`.
+    check
+        Called before each run of elements; what it raises ends the work.
 
     Returns
     -------
@@ -49,11 +52,11 @@ def expert_norms(
     WorkerError
         Workers of the executor died.
     """
-    parts = {key: (cell, t) for key, cell, t in _parts(tensors)}
+    parts = {key: (cell, t) for key, cell, t in parts_of(tensors)}
     if not parts:
         raise DataError("no tensor of this view is of an expert: there are no norms of experts")
     cells: dict[tuple[int, int], list[Stats]] = {}
-    for one in stats_of_all({key: t for key, (_, t) in parts.items()}, None, executor, memory, progress):
+    for one in stats_of_all({key: t for key, (_, t) in parts.items()}, None, executor, memory, progress, check):
         cells.setdefault(parts[one.name][0], []).append(one)
     layers, experts = (tuple(sorted({cell[k] for cell in cells})) for k in (0, 1))
     values = np.full((len(layers), len(experts)), math.nan)
@@ -69,7 +72,7 @@ def expert_norms(
     return Layers("norm", tuple(map(str, layers)), experts, values, {}, marks)
 
 
-def _parts(tensors: Mapping[str, LazyArray]) -> Iterator[tuple[str, tuple[int, int], LazyArray]]:
+def parts_of(tensors: Mapping[str, LazyArray]) -> Iterator[tuple[str, tuple[int, int], LazyArray]]:
     """Yield a name of its own, layer and expert, and tensor, for each tensor of an expert and slice of a stack."""
     for name, t in tensors.items():
         layer = layer_and_kind(name)[0] or 0

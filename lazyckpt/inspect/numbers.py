@@ -82,8 +82,10 @@ def numbers(block: torch.Tensor) -> Array:
     if dtype.itemsize == 1 and dtype.is_floating_point:
         codes = block.view(torch.uint8).numpy()
         if dtype == torch.float4_e2m1fn_x2:
-            return _PAIRS[codes].reshape(*codes.shape[:-1], 2 * codes.shape[-1])
-        return _table(dtype)[codes]
+            pairs: Array = _PAIRS[codes].reshape(*codes.shape[:-1], 2 * codes.shape[-1])
+            return pairs
+        values: Array = _table(dtype)[codes]
+        return values
     wide = dtype.itemsize > 2
     out = np.empty(tuple(block.shape), np.float64 if wide else np.float32)
     if prod(out.shape) == 0:

@@ -122,7 +122,8 @@ def pooled(
     if 0 in (r1 - r0, c1 - c0) or 0 in number_shape(t):
         empty = np.zeros((len(row_edges) - 1, len(col_edges) - 1))
         nothing = np.full_like(empty, np.nan)
-        return Pixels(plane, row_edges, col_edges, *[nothing] * 3, empty.astype(np.int64), None, None, True, 0)
+        count = empty.astype(np.int64)
+        return Pixels(plane, row_edges, col_edges, nothing, nothing, nothing, count, None, None, True, 0)
     source = source_of(t, plane, span, row_edges, exact)
     groups = Groups.of(source, row_edges, col_edges)
     cells = _Cells(groups, range(len(row_edges) - 1), range(len(col_edges) - 1))

@@ -132,10 +132,15 @@ class Source(Protocol):
 
     shape: Shape
     """The lengths of the dimensions, in numbers."""
-    row: int | None
-    """The dimension of the rows."""
-    col: int | None
-    """The dimension of the columns."""
+
+    @property
+    def row(self) -> int | None:
+        """The dimension of the rows."""
+
+    @property
+    def col(self) -> int | None:
+        """The dimension of the columns."""
+
     nbytes: int
     """The bytes that are read."""
     complete: bool
@@ -172,7 +177,7 @@ class Boxes:
             ends[d] = (n, n + 1)
         self.row, self.col = plane.row_dim, plane.col_dim
         self._pack, self._ends, self._picked = packing(t.spec.dtype), ends, picked
-        self.shape = tuple(len(picked[d]) if d in picked else b - a for d, (a, b) in enumerate(ends))
+        self.shape: Shape = tuple(len(picked[d]) if d in picked else b - a for d, (a, b) in enumerate(ends))
         self.complete = not picked
         if whole == self.shape:
             self._part = t
@@ -219,7 +224,7 @@ class Wrapped:
         (r0, r1), (self._left, right) = span
         self._t, self._width, self._pack = t, plane.width, packing(t.spec.dtype)
         self._rows = picked.get(0, np.arange(r0, r1))
-        self.shape = (len(self._rows), right - self._left)
+        self.shape: Shape = (len(self._rows), right - self._left)
         self.complete = not picked
         full, rest = divmod(number_shape(t)[0], plane.width)
         self._full = int(np.searchsorted(self._rows, full))  # rows that are not cut off
@@ -302,7 +307,8 @@ def source_of(t: LazyArray, plane: Plane, span: Window, row_edges: Array, exact:
         More than 16 TiB would be read.
     """
     picked = _picked(t, plane, span, row_edges, exact)
-    source: Source = Wrapped(t, plane, span, picked) if plane.wrap else Boxes(t, plane, span, picked)
+    kind: type[Wrapped] | type[Boxes] = Wrapped if plane.wrap else Boxes
+    source = kind(t, plane, span, picked)
     if source.nbytes > _MOST:
         raise DataError(f"{t.name!r}: {source.nbytes:,} bytes are too many to look at: choose a smaller window")
     return source

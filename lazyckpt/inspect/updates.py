@@ -7,7 +7,7 @@ float64, which are added exactly, in the order of the elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -229,10 +229,12 @@ def measured(
     executor: Executor | None = None,
     memory: int | str | None = None,
     progress: bool | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> UpdateTable:
     """Return the table of some updates, in order. What cannot be read has a row that says why.
 
-    ``executor``, ``memory``, ``progress``: see `WriteOptions`. Raises WorkerError if workers died.
+    ``executor``, ``memory``, ``progress``: see `WriteOptions`. ``check`` is called before each run of elements; what it
+    raises ends the work. Raises WorkerError if workers died.
     """
     found: list[dict[int, _Sums]] = [{} for _ in updates]
     errors: dict[int, Exception] = {}
@@ -246,6 +248,7 @@ def measured(
                     t._check()
                 pieces = [t.pieces(_RUN * t.itemsize) for t in operands]
                 for parts in zip(*pieces, strict=True):
+                    check()
                     if n in errors:
                         break
                     ahead, some = parts[0][0], [part for _, part in parts]

@@ -60,7 +60,7 @@ def farness(row: Difference) -> tuple[float, float]:
 
 def kind_of(row: Difference) -> Kind:
     """Return the part of the table to which a row belongs."""
-    return "values" if row.status in ("values", "dtype") else row.status
+    return "values" if row.status == "dtype" else row.status
 
 
 def template(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -105,7 +105,7 @@ def lines_of(found: Iterable[Difference], every: bool = False) -> list[Line]:
         groups.setdefault((kind, row.a, row.b, why, own, *name), []).append(row)
     lines: list[Line] = []
     for key, rows in groups.items():
-        of = totals[key[5:]]
+        of = 1 if every else totals[key[5:]]
         rows = sorted(rows, key=lambda row: natural(row.name))
         packs = [rows] if len(rows) >= _ALIKE else [[row] for row in rows]
         lines += [Line(_label(pack), kind_of(pack[0]), tuple(pack), of) for pack in packs]

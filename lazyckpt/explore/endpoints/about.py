@@ -48,6 +48,7 @@ def _described(view: Namespace[Any]) -> dict[str, Any]:
         "nbytes": view.nbytes,
         "tensors": len(view),
         "files": len(view.files),
+        "experts": any("expert" in name for name in view),
         "file_bytes": sum(info.size for info in view.files.values()),
         "facts": [[printable(a), printable(b)] for a, b in facts_of(view)],
         "problems": [_problem(problem) for problem in view.problems[:_PROBLEMS]],

@@ -73,7 +73,9 @@ def tensor(subject: Subject, query: Query) -> dict[str, Any]:
         "complex": dtype.is_complex,
         "spectrum": numbers is not None and len(numbers) == len(t.shape) >= 2 and min(t.shape[-2:]) <= LIMIT,
         "state": part.state,
-        "states": [_in_state(state, view, name) for state in view.states if view.states[state].exact(name) is not None],
+        "states": [
+            _in_state(state, held) for state, one in view.states.items() if (held := one.exact(name)) is not None
+        ],
         "owner": owner if owner != name else None,
         "about": [[label, printable(text)] for label, text in _about(t) if text],
         "python": _python(subject, query, view, part, name),
@@ -91,8 +93,7 @@ def tensor(subject: Subject, query: Query) -> dict[str, Any]:
     }
 
 
-def _in_state(state: str, view: View, name: str) -> dict[str, Any]:
-    t = view.states[state].exact(name)
+def _in_state(state: str, t: LazyArray) -> dict[str, Any]:
     return {"name": state, "shape": list(t.shape), "dtype": str(t.spec.dtype), "short": t.spec.dtype.short}
 
 
@@ -109,7 +110,10 @@ def _python(subject: Subject, query: Query, view: View, part: View, name: str) -
         steps = subject.run.steps
         text = f"lazyckpt.open_run({subject.view.root!r}).at({query.number('step', steps[-1], min(steps), max(steps))})"
     else:
-        text = f"lazyckpt.open({view.root!r})"
+        files = list(view.files)
+        path = f"{view.root}/{files[0]}" if len(files) == 1 else view.root
+        told = subject.title if subject.kind == "checkpoint" else ""
+        text = f"lazyckpt.open({(told or path)!r})"
     if part.state == STORED:
         text += ".stored"
     elif part is not view:

@@ -117,9 +117,12 @@ def marks(subject: Subject, query: Query) -> bytes:
             if at is not None and len(problems) < _LISTED:
                 problems.setdefault(at, []).append(printable(str(problem)))
                 flags[at] |= PROBLEM
-        lost = _lost(view, place, query)
-        for at in lost:
-            flags[at] |= LOST
+        gone = _lost(view, query)
+        for n, name in enumerate(full if gone else ()):
+            count = gone.get(owner.get(n, name))
+            if count:
+                lost[n] = count
+                flags[n] |= LOST
     return pack({"problems": problems, "lost": lost}, {"marks": flags})
 
 
@@ -135,7 +138,8 @@ def _trained(view: View) -> frozenset[str] | None:
     return frozenset(names) or None
 
 
-def _lost(view: View, place: dict[str, int], query: Query) -> dict[int, int]:
+def _lost(view: View, query: Query) -> dict[str, int]:
+    """Return the full names of the tensors that have lost elements, and their numbers."""
     specs = view.specs
     holed = []
     for n, name in enumerate(view._owners()):
@@ -143,8 +147,7 @@ def _lost(view: View, place: dict[str, int], query: Query) -> dict[int, int]:
             query.check()
         if not all(fragments_of(one.spec.fragments).intact for one in leaves(specs[name])):
             holed.append(name)
-    lost = ranks_of([view], query.check, holed).lost
-    return {place[name]: count for (_, name), count in lost.items() if name in place}
+    return {name: count for (_, name), count in ranks_of([view], query.check, holed).lost.items()}
 
 
 def norms(subject: Subject, query: Query) -> bytes:

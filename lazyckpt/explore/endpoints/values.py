@@ -203,13 +203,13 @@ def _window(t: LazyArray, plane: Plane, window: Window) -> list[Any]:
     if t.ndim == 0:
         return [_numbers(t[...].reshape(1))[c0:c1]][r0:r1]
     if t.ndim == 1:
-        rows = []
+        rows: list[Any] = []
         for row in range(r0, r1):
             a, b = row * plane.width + c0, min(row * plane.width + c1, number_shape(t)[0])
             rows.append(_numbers(t[a // pack : -(-b // pack)])[a % pack : a % pack + b - a] if a < b else [])
         return rows
-    dims = (plane.row_dim, plane.col_dim)
-    ends: dict[int | None, tuple[int, int]] = {n: (i, i + 1) for n, i in plane.at.items()}
+    dims = [d for d in (plane.row_dim, plane.col_dim) if d is not None]
+    ends: dict[int, tuple[int, int]] = {n: (i, i + 1) for n, i in plane.at.items()}
     ends |= dict(zip(dims, window, strict=True))
     if len(ends) < t.ndim:
         raise DataError(f"a table shows two dimensions of {t.name!r}: choose an index of each other one")

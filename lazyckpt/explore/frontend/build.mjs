@@ -1,4 +1,5 @@
-// Builds the application into ../assets (one script, one style sheet), or with --tests the tests into ./build.
+// Builds the application into ../assets, or the folder after --out (one script, one style sheet), or with --tests the
+// tests into ./build.
 import { build } from "esbuild";
 import { readdirSync } from "node:fs";
 
@@ -12,6 +13,7 @@ const common = {
   logLevel: "warning",
 };
 
+const out = process.argv.indexOf("--out");
 const tests = readdirSync("src", { recursive: true }).filter((name) => name.endsWith(".test.ts"));
 
 if (process.argv.includes("--tests")) {
@@ -20,7 +22,7 @@ if (process.argv.includes("--tests")) {
   await build({
     ...common,
     entryPoints: { explorer: "src/main.tsx" },
-    outdir: "../assets",
+    outdir: out < 0 ? "../assets" : process.argv[out + 1],
     minify: true,
     charset: "ascii",
   });

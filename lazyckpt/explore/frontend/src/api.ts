@@ -19,6 +19,8 @@ export interface Side {
   nbytes: number;
   tensors: number;
   files: number;
+  /** Whether names speak of experts. */
+  experts: boolean;
   file_bytes: number;
   facts: [string, string][];
   problems: Problem[];

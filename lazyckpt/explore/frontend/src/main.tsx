@@ -32,6 +32,7 @@ export default {
   render({ model, el }: { model: WidgetModel; el: HTMLElement }) {
     const transport = new WidgetTransport(model);
     el.classList.add("lazyckpt-explorer");
+    el.style.setProperty("--explorer-height", "680px");
     render(<App api={new Api(transport)} routes={new VariableRoutes()} />, el);
     return () => {
       render(null, el);

@@ -3,6 +3,8 @@
 import type { ComponentType } from "preact";
 import type { About } from "./api";
 import { ArchitecturePage } from "./pages/architecture";
+import { ExpertsPage } from "./pages/experts";
+import { OptimizerPage } from "./pages/optimizer";
 import { RanksPage } from "./pages/ranks";
 import { TensorPage } from "./pages/tensor";
 import { TreePage } from "./pages/tree";
@@ -21,4 +23,6 @@ export const PAGES: Page[] = [
   { id: "tensor", title: "Tensor", component: TensorPage, shown: () => true },
   { id: "architecture", title: "Architecture", component: ArchitecturePage, shown: () => true },
   { id: "ranks", title: "Ranks", component: RanksPage, shown: ({ sides }) => sides.some((side) => side.files > 1) },
+  { id: "optimizer", title: "Optimizer", component: OptimizerPage, shown: ({ kind, sides }) => kind !== "comparison" && sides[0]!.states.length > 1 },
+  { id: "experts", title: "Experts", component: ExpertsPage, shown: ({ sides }) => sides[0]!.experts },
 ];

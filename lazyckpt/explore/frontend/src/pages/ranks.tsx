@@ -2,6 +2,7 @@
 
 import { useMemo } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
+import { natural } from "../tree/nodes";
 import { colourTable, css } from "../ui/colours";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
@@ -68,7 +69,7 @@ export function RanksPage() {
         tools={
           <>
             <span role="group" aria-label="of" class="choices">
-              {["bytes", "tensors", "files"].map((one) => (
+              {["bytes", "tensors", ...(grid.isMesh ? ["files"] : [])].map((one) => (
                 <button key={one} type="button" class="small" aria-pressed={one === of} onClick={() => go({ of: one === "bytes" ? undefined : one }, undefined, true)}>
                   {one}
                 </button>
@@ -109,6 +110,7 @@ export function RanksPage() {
           rows={rank?.rank ? rank.files.map((n) => found.files[n]!) : found.files}
           rowKey={({ path }) => path}
           active={file}
+          sort={{ key: "path", down: false }}
           onRow={({ path }) => go({ file: path }, undefined, true)}
           height={320}
           note={
@@ -238,9 +240,11 @@ export function gridOf(found: Ranks, of: string): GridOf {
 function filesOf(found: Ranks, of: string): GridOf {
   const width = Math.min(32, Math.max(1, found.files.length));
   const height = Math.max(1, Math.ceil(found.files.length / width));
+  const order = found.files.map((_, n) => n).sort((a, b) => natural(found.files[a]!.path, found.files[b]!.path));
   const cells: (Rank | undefined)[] = Array.from({ length: width * height }, (_, n) => {
-    const file = found.files[n];
-    return file && { rank: null, tensors: file.tensors, nbytes: file.nbytes, missing: file.missing ? file.nbytes : 0, files: [n] };
+    const number = order[n];
+    const file = number === undefined ? undefined : found.files[number];
+    return file && { rank: null, tensors: file.tensors, nbytes: file.nbytes, missing: file.missing ? file.nbytes : 0, files: [number!] };
   });
   const value = (rank: Rank) => (of === "bytes" ? rank.nbytes : of === "tensors" ? rank.tensors : 1);
   return {

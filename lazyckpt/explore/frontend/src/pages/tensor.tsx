@@ -141,7 +141,6 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { size } = plane;
-  const most = api.live ? LIVE : REPORT;
   const how = (["mean", "min", "max", "absmax"].includes(params["how"] ?? "") ? params["how"] : "mean") as How;
   const kind = (["linear", "symlog", "quantile"].includes(params["scale"] ?? "") ? params["scale"] : "linear") as ScaleKind;
   const range = params["range"] === "full" ? "full" : "robust";
@@ -154,13 +153,14 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     const mean = arrays["mean"] as Numbers;
     return { mean, min: arrays["min"] ?? mean, max: arrays["max"] ?? mean, nan: arrays["nan"], inf: arrays["inf"], ...header };
   };
-  const first = rootTile(size, most);
+  const everything = rootTile(size, LIVE);
+  const first = api.live ? everything : { ...everything, rows: Math.min(REPORT, size.height), cols: Math.min(REPORT, size.width) };
   const root = useLoaded(
-    // a report holds the picture of one size
+    // a report holds the answer to this one request
     (signal) => ask(first, signal, api.live ? first.rows : REPORT, api.live ? first.cols : REPORT, false),
     [facts, exact],
   );
-  const layout = useLoaded((signal) => api.json<Layout>("tensor/layout", common, signal).catch(() => null), [facts]);
+  const layout = useLoaded((signal) => (api.live ? api.json<Layout>("tensor/layout", common, signal) : Promise.resolve(null)), [facts]);
   const norms = useLoaded(async (signal) => {
     if (!api.live || facts.nbytes > 64 << 20) return null;
     const { arrays } = await api.packed("tensor/norms", { ...common, ...plane.query, rows: 512, cols: 512 }, signal);
@@ -171,7 +171,12 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     if (!found) return new Float64Array(0);
     return sample(Array.from({ length: found.mean.length }, (_, n) => cellValue(found, how, n)));
   }, [root.value, how]);
-  const scale = useMemo(() => scaleOf(values, kind, range), [values, kind, range]);
+  const full = useMemo(() => {
+    const ends = root.value ? [...sample(root.value.min, 1e9), ...sample(root.value.max, 1e9)] : [0];
+    const [low, high] = ends.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
+    return (how === "absmax" ? [0, Math.max(-low, high)] : [low, high]) as [number, number];
+  }, [root.value, how]);
+  const scale = useMemo(() => scaleOf(values, kind, range, full), [values, kind, range, full]);
   const dark = useDark();
   const table = useMemo(() => colourTable(scale.signed ? (dark ? "signedDark" : "signed") : "viridis"), [scale.signed, dark]);
   const outlines = useMemo<Outline[] | undefined>(() => {
@@ -256,9 +261,10 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
         <>
           <HeatMap
             size={size}
+            first={first}
             root={root.value}
-            most={api.live ? most : 1e9}
-            load={(tile, signal) => ask(tile, signal, tile.rows, tile.cols, true)}
+            most={LIVE}
+            load={api.live ? (tile, signal) => ask(tile, signal, tile.rows, tile.cols, true) : undefined}
             how={how}
             scale={scale}
             table={table}

@@ -60,6 +60,7 @@ export function Cards(props: Props) {
       {!empty && live && <OutlierCard {...props} />}
       {!empty && live && facts.bits && <BitsCard {...props} />}
       {!empty && live && facts.spectrum && <SpectrumCard {...props} />}
+      {!empty && live && EMBEDDING.test(facts.name) && facts.shape.length === 2 && <NeighbourCard {...props} />}
       {!empty && live && <ValuesCard {...props} />}
       <WhereCard {...props} />
     </div>
@@ -285,6 +286,63 @@ function SpectrumCard({ facts, plane, common }: Props) {
         </Wait>
       )}
     </Figure>
+  );
+}
+
+const EMBEDDING = /embed|wte|lm_head|output_layer|word_embeddings/;
+
+interface Nearest {
+  row: number;
+  token: string | null;
+  nearest: [number, number, string | null][];
+}
+
+function NeighbourCard({ facts, common, part, jump }: Props) {
+  const { api } = useExplorer();
+  const [asked, setAsked] = useState<{ row?: number; token?: string }>();
+  const [text, setText] = useState(String(Math.max(0, Math.floor(part.r0))));
+  const found = useLoaded(
+    (signal) => (asked ? api.json<Nearest>("tensor/neighbours", { ...common, ...asked, count: 50 }, signal) : Promise.resolve(undefined)),
+    [facts, asked],
+  );
+  const shown = (token: string | null) => (token === null ? "" : shownName(token));
+  return (
+    <section aria-label="Nearest rows">
+      <h2>Nearest rows</h2>
+      <form
+        class="tensor-tools"
+        onSubmit={(event) => {
+          event.preventDefault();
+          setAsked(/^\d+$/.test(text) ? { row: Number(text) } : { token: text });
+        }}
+      >
+        <label>
+          row or token
+          <input class="field" value={text} onInput={(event) => setText(event.currentTarget.value)} />
+        </label>
+        <button type="submit" class="small">
+          find (reads {bytes(facts.nbytes)})
+        </button>
+        {asked && found.loading && <span role="status">reading …</span>}
+      </form>
+      {found.error ? (
+        <Failure error={found.error} />
+      ) : found.value ? (
+        <DataTable
+          caption="nearest rows"
+          rows={found.value.nearest}
+          rowKey={([row]) => row}
+          height={300}
+          note={`by cosine to row ${grouped(found.value.row)} ${shown(found.value.token)}`}
+          onRow={([row]) => jump([row, 0])}
+          columns={[
+            { key: "row", title: "row", value: ([row]) => row, number: true },
+            { key: "token", title: "token", value: ([, , token]) => token ?? "", cell: ([, , token]) => <code>{shown(token)}</code>, width: "1fr" },
+            { key: "cosine", title: "cosine", value: ([, cosine]) => cosine, cell: ([, cosine]) => cosine.toFixed(4), number: true },
+          ]}
+        />
+      ) : null}
+    </section>
   );
 }
 

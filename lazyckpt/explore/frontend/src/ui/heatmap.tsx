@@ -4,7 +4,7 @@ import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/ho
 import { shortNumber, ticks } from "./axis";
 import { categoryColour, isBright } from "./colours";
 import type { Scale } from "./colourscale";
-import { partText, rootTile, tilesFor, whole, within, zoomed, type Part, type Size, type Tile } from "./pyramid";
+import { partText, tilesFor, whole, within, zoomed, type Part, type Size, type Tile } from "./pyramid";
 import { grouped } from "./text";
 import "./heatmap.css";
 
@@ -40,10 +40,12 @@ export interface Mark {
 
 interface Props {
   size: Size;
-  /** The whole, in at most `most` rows and columns of cells. */
+  /** The whole as a tile, of at most `most` rows and columns of cells, and its values. */
+  first: Tile;
   root: Values;
   most: number;
-  load(tile: Tile, signal: AbortSignal): Promise<Values>;
+  /** Loads a finer tile; without it the picture has only the cells of the whole. */
+  load?(tile: Tile, signal: AbortSignal): Promise<Values>;
   how: How;
   scale: Scale;
   table: Uint8Array;
@@ -117,6 +119,8 @@ export function HeatMap(props: Props) {
   };
 
   const fetchTiles = () => {
+    const load = now.current.load;
+    if (!load) return;
     const wanted = tilesFor(view.current, pixels, size, most);
     const keys = new Set(wanted.map(({ key }) => key));
     for (const [key, kept] of tiles.current) {
@@ -137,7 +141,7 @@ export function HeatMap(props: Props) {
         draw();
         fetchTiles();
       };
-      now.current.load(tile, kept.abort!.signal).then(
+      load(tile, kept.abort!.signal).then(
         (values) => {
           if (kept.abort?.signal.aborted) return;
           kept.values = values;
@@ -178,8 +182,7 @@ export function HeatMap(props: Props) {
   };
 
   useEffect(() => {
-    const all = rootTile(size, most);
-    tiles.current.set("root", { tile: all, values: root });
+    tiles.current.set("root", { tile: props.first, values: root });
     show(view.current, false);
   }, [root]);
   useEffect(() => {
@@ -380,7 +383,7 @@ export function cellText(value: number): string {
   if (value === 0) return "0";
   const size = Math.abs(value);
   if (size >= 1e5 || size < 1e-3) return value.toExponential(1).replace("e+", "e");
-  return String(Number(value.toPrecision(4))).slice(0, 8);
+  return String(Number(value.toPrecision(size < 0.01 ? 3 : size < 1000 ? 4 : 5)));
 }
 
 function image(kept: Kept, props: Props, version: object, bad: [number, number, number]): HTMLCanvasElement {

@@ -53,7 +53,7 @@ export function Histogram({ edges, counts, label, xLabel, yLabel, log = false, e
     for (let n = 0; n < last; n += 1) if (x >= edge(n) && x < edge(n + 1)) found = n;
     setNear(found);
   };
-  const xTicks = even ? evenTicks(last, names) : ticks(low, high, Math.max(3, Math.floor(inner.w / 110)));
+  const xTicks = even ? evenTicks(last, names) : ticks(low, high, Math.max(4, Math.floor(inner.w / 70)));
   const name = (n: number) => names?.[n] ?? `${shortNumber(edges[n]!)} to ${shortNumber(edges[n + 1]!)}`;
   const tickText = (x: number) => (even ? (names ? names[x] : shortNumber(edges[x]!)) : shortNumber(x));
   return (

@@ -45,12 +45,15 @@ export function rootTile(size: Size, most: number): Tile {
   };
 }
 
+const NEARLY = 0.9; // of the picture: the root tile is enough for so large a part
+
 /** The tiles that show a part at some number of pixels, from its middle outwards; none if the root tile does. */
 export function tilesFor(part: Part, pixels: Size, size: Size, most: number): Tile[] {
   const roots = [rootLevel(size.height, most), rootLevel(size.width, most)] as const;
   const a = levelOf(part.r1 - part.r0, pixels.height, roots[0]);
   const b = levelOf(part.c1 - part.c0, pixels.width, roots[1]);
   if (a === roots[0] && b === roots[1]) return [];
+  if ((part.r1 - part.r0) * (part.c1 - part.c0) > NEARLY * size.height * size.width) return [];
   const [high, wide] = [TILE * 2 ** a, TILE * 2 ** b];
   const found: Tile[] = [];
   const rows = [Math.floor(Math.max(0, part.r0) / high), Math.ceil(Math.min(size.height, part.r1) / high)] as const;

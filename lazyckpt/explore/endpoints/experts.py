@@ -1,0 +1,85 @@
+"""``experts``: the experts of a mixture-of-experts model, by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ...inspect.expert_likeness import SAMPLE, expert_likeness
+from ...inspect.expert_norms import expert_norms, parts_of
+from ...lazy import LazyArray
+from ..query import Query
+from ..subject import Subject, View, Wanted
+
+
+def experts(subject: Subject, query: Query) -> dict[str, Any]:
+    """Compute the norm of each expert of each layer. The experts are read once.
+
+    Parameters of the request: those of `Subject.part`.
+
+    Returns
+    -------
+    dict
+        ``layers`` and ``experts``, their numbers; ``norms``, a list of rows, one for each layer, with a value (or
+        "NaN") for each expert; ``marks``, a list of layer, expert and "?" (cannot be read) or "!" (NaN or infinities);
+        ``dead``, pairs of layer and expert whose elements are all zero.
+    """
+    found = expert_norms(_tensors(subject.part(query)), progress=False, check=query.check)
+    numbers = tuple(map(int, found.kinds))
+    dead = [
+        [layer, expert]
+        for layer, row in zip(numbers, found.values.tolist(), strict=True)
+        for expert, norm in zip(found.layers, row, strict=True)
+        if norm == 0 and not math.isnan(norm)
+    ]
+    return {
+        "layers": numbers,
+        "experts": found.layers,
+        "norms": found.values.tolist(),
+        "marks": [[int(layer), expert, mark] for (layer, expert), mark in found.marks.items()],
+        "dead": dead,
+    }
+
+
+def likeness(subject: Subject, query: Query) -> dict[str, Any]:
+    """Compute the cosines between the experts of a layer. At most 256 MiB are read: evenly spaced rows of larger ones.
+
+    Parameters of the request: ``layer``; those of `Subject.part`.
+
+    Returns
+    -------
+    dict
+        ``layer``; ``experts``; ``cosines``, a list of rows; ``exact``, whether all elements were read; ``read`` and
+        ``nbytes``, the bytes that were read and those of all experts of the layer.
+    """
+    layer = query.number("layer", 0, 0, 1 << 31)
+    found = expert_likeness(_tensors(subject.part(query)), layer, SAMPLE, query.check)
+    return {
+        "layer": found.layer,
+        "experts": found.experts,
+        "cosines": found.cosines.tolist(),
+        "exact": found.exact,
+        "read": found.read,
+        "nbytes": found.nbytes,
+    }
+
+
+def _tensors(view: View) -> dict[str, LazyArray]:
+    return {view.full_name(name): t for name, t in view.once()[0].items()}
+
+
+def _report(subject: Subject) -> Iterator[Wanted]:
+    if subject.run is not None:
+        return
+    sizes: dict[int, int] = {}
+    for _, (layer, _), t in parts_of(_tensors(subject.view)):
+        sizes[layer] = sizes.get(layer, 0) + t.nbytes
+    if sizes:
+        yield Wanted("experts", {}, sum(sizes.values()))
+    for layer, nbytes in sorted(sizes.items()):
+        yield Wanted("experts/likeness", {"layer": str(layer)}, min(nbytes, SAMPLE))
+
+
+ENDPOINTS = {"experts": experts, "experts/likeness": likeness}
+REPORT = _report

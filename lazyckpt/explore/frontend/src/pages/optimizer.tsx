@@ -1,0 +1,144 @@
+// The optimizer: its states beside the weights, its last step, and what does not learn.
+
+import { useExplorer, useLoaded } from "../context";
+import { Ask } from "../parts/ask";
+import { LayerGrid, numeric, text, type Layers } from "../parts/layergrid";
+import { Failure } from "../ui/failure";
+import { DataTable, type Column } from "../ui/table";
+import { pyText } from "../ui/python";
+import { grouped, shownName } from "../ui/text";
+
+interface StateLayers extends Layers {
+  zeros: [string, number, number][];
+  zeros_in_all: number;
+}
+
+type Row = [string, string, number | null, number | string | null, number | string | null, number | null, string | null];
+
+interface Updates extends Layers {
+  rows: Row[];
+  rows_in_all: number;
+  problems: string[];
+}
+
+export function OptimizerPage() {
+  const { about, route, go } = useExplorer();
+  const side = about.sides[0]!;
+  const names = side.states.map(({ name }) => name);
+  const moments = names.filter((name) => name !== side.state && name !== "fp32" && name !== "weights");
+  const state = route.params["state"] ?? moments[0] ?? side.state;
+  const quantity = route.params["of"] ?? "rms";
+  const chosen = side.states.find(({ name }) => name === state);
+  const whole = side.states.reduce((sum, { nbytes }) => sum + nbytes, 0);
+  return (
+    <>
+      <section aria-label="States">
+        <p class="controls">
+          <label>
+            State{" "}
+            <select value={state} onChange={(event) => go({ state: event.currentTarget.value }, undefined, true)}>
+              {names.map((name) => (
+                <option key={name}>{name}</option>
+              ))}
+            </select>
+          </label>{" "}
+          <label>
+            Quantity{" "}
+            <select value={quantity} onChange={(event) => go({ of: event.currentTarget.value }, undefined, true)}>
+              {Object.entries(QUANTITIES).map(([name, what]) => (
+                <option key={name} value={name}>
+                  {what}
+                </option>
+              ))}
+            </select>
+          </label>
+        </p>
+        <Ask key={state} reads={chosen?.nbytes ?? 0} what={`quantities of ${state}`}>
+          {() => <State state={state} quantity={quantity} />}
+        </Ask>
+      </section>
+      <section aria-label="Last step">
+        <Ask reads={whole} what="the optimizer's last step">
+          {() => <LastStep />}
+        </Ask>
+      </section>
+    </>
+  );
+}
+
+const QUANTITIES: Record<string, string> = {
+  rms: "root mean square",
+  norm: "L2 norm",
+  std: "standard deviation",
+  absmax: "largest |x|",
+  zeros: "share of zeros",
+};
+
+function State({ state, quantity }: { state: string; quantity: string }) {
+  const { api, about, route, go } = useExplorer();
+  const { step, side } = route.params;
+  const own = state === about.sides[0]!.state ? undefined : state;
+  const { value, error } = useLoaded((signal) => api.json<StateLayers>("layers", { state: own, step, side }, signal), [own, step, side]);
+  if (error) return <Failure error={error} />;
+  if (!value) return <p class="quiet">Reading {state} …</p>;
+  const dead = value.zeros.filter(([, count, zeros]) => zeros === count);
+  const view = own ? `view.states[${pyText(state)}]` : "view";
+  return (
+    <>
+      <LayerGrid found={value} quantity={quantity} title={`${value.quantities[quantity]} of ${state}`} python={`${view}.plot.layers(${pyText(quantity)})`} />
+      <h2>Zeros in {state}</h2>
+      <p class="quiet">
+        {dead.length
+          ? `${grouped(dead.length)} tensors are all zero: parameters whose gradient was always zero have such moments.`
+          : "No tensor is all zero."}{" "}
+        {value.zeros_in_all > value.zeros.length && `The ${grouped(value.zeros.length)} with the largest shares of ${grouped(value.zeros_in_all)}.`}
+      </p>
+      {value.zeros.length > 0 && <DataTable
+        columns={ZEROS}
+        rows={value.zeros}
+        caption={`zeros in ${state}`}
+        rowKey={([name]) => name}
+        height={280}
+        onRow={([name]) => go({ name, state: own }, "tensor")}
+      />}
+    </>
+  );
+}
+
+const ZEROS: Column<[string, number, number]>[] = [
+  { key: "name", title: "tensor", value: ([name]) => name, cell: ([name]) => <span class="mono">{shownName(name)}</span>, width: "minmax(260px,2fr)" },
+  { key: "count", title: "elements", number: true, value: ([, count]) => count, width: "130px" },
+  { key: "zeros", title: "zeros", number: true, value: ([, , zeros]) => zeros, width: "130px" },
+  { key: "share", title: "share", number: true, value: ([, count, zeros]) => zeros / count, cell: ([, count, zeros]) => `${((100 * zeros) / count).toFixed(zeros === count ? 0 : 2)} %`, width: "90px" },
+];
+
+function LastStep() {
+  const { api, route } = useExplorer();
+  const { step, side } = route.params;
+  const { value, error } = useLoaded((signal) => api.json<Updates>("updates", { step, side }, signal), [step, side]);
+  if (error) return <Failure error={error} />;
+  if (!value) return <p class="quiet">Computing the last step …</p>;
+  return (
+    <>
+      {value.rows.length > 0 && (
+        <LayerGrid found={value} quantity="ratio" title="The last step, in units of the weights" python="view.updates().plot()" />
+      )}
+      {value.problems.map((problem) => (
+        <p key={problem} class="quiet">
+          {problem}
+        </p>
+      ))}
+      {value.rows.length > 0 && <DataTable columns={STEPS} rows={value.rows} caption="last step" rowKey={([name]) => name} height={320} />}
+    </>
+  );
+}
+
+const STEPS: Column<Row>[] = [
+  { key: "name", title: "parameter", value: ([name]) => name, cell: ([name]) => <span class="mono">{shownName(name)}</span>, width: "minmax(260px,2fr)" },
+  { key: "optimizer", title: "optimizer", value: ([, optimizer]) => optimizer, width: "90px" },
+  { key: "lr", title: "learning rate", number: true, value: ([, , lr]) => lr, width: "120px" },
+  { key: "ratio", title: "update / weight", number: true, value: (row) => numeric(row[3] as number), cell: (row) => text(numeric(row[3] as number)), width: "130px" },
+  { key: "rms", title: "rms of the update", number: true, value: (row) => numeric(row[4] as number), cell: (row) => text(numeric(row[4] as number)), width: "140px" },
+  { key: "bound", title: "at the bound", number: true, value: ([, , , , , bound]) => bound, cell: ([, , , , , bound]) => (bound === null ? "" : `${(100 * bound).toFixed(1)} %`), hint: "share of elements that Adam or Lion moves by the whole learning rate", width: "110px" },
+  { key: "error", title: "", value: (row) => row[6], width: "minmax(80px,1fr)" },
+];

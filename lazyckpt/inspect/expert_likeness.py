@@ -1,0 +1,115 @@
+"""How alike the experts of a layer are: the cosines of the angles between them, as vectors of all their elements.
+
+All experts of the layer are read a block of rows at a time, and the products of each two are summed in float64.
+Above a limit of bytes, evenly spaced rows stand for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import DataError
+from ..layouts.stages import expert_of
+from ..lazy import LazyArray
+from .expert_norms import parts_of
+
+SAMPLE = 256 << 20
+"""Bytes that `expert_likeness` reads of a layer by default."""
+_BLOCK = 32 << 20  # bytes of all experts' rows at a time, as float64
+
+
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """The likeness of the experts of a layer.
+
+    Attributes
+    ----------
+    layer
+        The number of the layer.
+    experts
+        The numbers of the experts.
+    cosines
+        float64 of shape (experts, experts); NaN for an expert that is zero or not finite.
+    exact
+        Whether all elements were read.
+    read, nbytes
+        Bytes that were read, and bytes of all experts of the layer.
+    """
+
+    layer: int
+    experts: tuple[int, ...]
+    cosines: NDArray[np.float64]
+    exact: bool
+    read: int
+    nbytes: int
+
+
+def expert_likeness(
+    tensors: Mapping[str, LazyArray],
+    layer: int,
+    most: int = SAMPLE,
+    check: Callable[[], None] = lambda: None,
+) -> Likeness:
+    """Return the cosines between the experts of a layer.
+
+    Parameters
+    ----------
+    tensors
+        Tensors by full name.
+    layer
+        The number of the layer.
+    most
+        Bytes to read at most: above, evenly spaced rows are read.
+    check
+        Called between blocks; what it raises ends the work.
+
+    Raises
+    ------
+    DataError
+        The layer has no experts, or their tensors have different shapes.
+    """
+    kinds: dict[str, dict[int, LazyArray]] = {}
+    for name, (at, expert), t in parts_of(tensors):
+        if at == layer:
+            found = expert_of(name)
+            kind = found.layer + "*" + found.tail if found is not None else name.rpartition("[")[0]
+            kinds.setdefault(kind, {})[expert] = t
+    if not kinds:
+        raise DataError(f"layer {layer} has no experts")
+    experts = tuple(sorted({expert for each in kinds.values() for expert in each}))
+    for kind, each in kinds.items():
+        if len({tuple(t.shape) for t in each.values()}) > 1 or len(each) < len(experts):
+            raise DataError(f"{kind}: the experts of layer {layer} have different tensors, which have no angle")
+    nbytes = sum(t.nbytes for each in kinds.values() for t in each.values())
+    step = max(1, -(-nbytes // most))
+    gram = torch.zeros(len(experts), len(experts), dtype=torch.float64, device="cpu")
+    read = 0
+    exact = True
+    for each in kinds.values():
+        first = each[experts[0]]
+        rows = int(first.shape[0]) if first.ndim else 1
+        width = max(1, first.numel() // max(1, rows))
+        many = max(1, _BLOCK // (8 * width * len(experts)))
+        many = 1 if step > 1 and rows >= step * 4 else many
+        stride = many * step if step > 1 else many
+        for at in range(0, rows, stride):
+            check()
+            stop = min(at + many, rows)
+            blocks = [each[expert].lazy[at:stop][...] if first.ndim else each[expert][...] for expert in experts]
+            read += sum(block.nbytes for block in blocks)
+            vectors = torch.stack([_numbers(block) for block in blocks])
+            gram += vectors @ vectors.T
+        exact = exact and stride == many
+    norms = gram.diagonal().sqrt()
+    cosines = (gram / torch.outer(norms, norms)).clamp(-1, 1)
+    return Likeness(layer, experts, cosines.numpy(), exact, read, nbytes)
+
+
+def _numbers(block: torch.Tensor) -> torch.Tensor:
+    numbers = torch.view_as_real(block) if block.is_complex() else block
+    return numbers.to(torch.float64).reshape(-1)

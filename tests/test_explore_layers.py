@@ -1,0 +1,135 @@
+"""The explorer's answers about layers, the optimizer's last step and experts, against what torch computes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt import demo
+from lazyckpt.explore.api import Explorer
+from lazyckpt.explore.query import Cancelled
+from lazyckpt.explore.subject import Subject
+from lazyckpt.inspect.expert_likeness import expert_likeness
+
+
+def asked(explorer: Explorer, path: str, **values: str) -> Any:
+    answer = explorer.answer(path, values)
+    assert answer.status == 200, answer.body
+    return json.loads(answer.body)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> lazyckpt.CheckpointView:
+    folder = tmp_path_factory.mktemp("layers")
+    demo.write(folder)
+    return lazyckpt.open(folder / "zero3")
+
+
+def test_quantities_are_those_of_torch(trained: lazyckpt.CheckpointView) -> None:
+    for state in trained.states:
+        found = asked(Explorer(Subject(trained)), "layers", state=state)
+        tensors = trained.states[state].once()[0]
+        seen = 0
+        for n, kind in enumerate(found["kinds"]):
+            for k, layer in enumerate(found["layers"]):
+                name = kind.replace("*", str(layer))
+                if "*" not in kind or name not in tensors:
+                    continue
+                wanted = tensors[name][...].double()
+                assert found["values"]["rms"][n][k] == pytest.approx(float(wanted.square().mean().sqrt()))
+                assert found["values"]["zeros"][n][k] == pytest.approx(float((wanted == 0).double().mean()))
+                seen += 1
+        assert seen or state == "step"
+        for name, count, zeros in found["zeros"]:
+            assert (count, zeros) == (tensors[name].numel(), int((tensors[name][...] == 0).sum()))
+
+
+def test_the_last_step_is_that_of_updates(trained: lazyckpt.CheckpointView) -> None:
+    found = asked(Explorer(Subject(trained)), "updates")
+    table = trained.updates().table()
+    assert {row[0]: row[3] for row in found["rows"]} == {
+        trained.full_name(row.name): pytest.approx(row.ratio) for row in table
+    }
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    tensors = {"model.norm.weight": torch.ones(8)}
+    for layer in range(2):
+        for expert in range(4):
+            for kind in ("up_proj", "down_proj"):
+                tensors[f"model.layers.{layer}.mlp.experts.{expert}.{kind}.weight"] = torch.randn(16, 8)
+    for kind in ("up_proj", "down_proj"):
+        tensors[f"model.layers.1.mlp.experts.2.{kind}.weight"].zero_()
+        tensors[f"model.layers.0.mlp.experts.1.{kind}.weight"] = (
+            2 * tensors[f"model.layers.0.mlp.experts.0.{kind}.weight"]
+        )
+    return tensors
+
+
+def saved(tensors: dict[str, torch.Tensor], path: Path) -> lazyckpt.CheckpointView:
+    torch.save(tensors, path)
+    return lazyckpt.open(path)
+
+
+def together(tensors: dict[str, torch.Tensor], layer: int, expert: int) -> torch.Tensor:
+    start = f"model.layers.{layer}.mlp.experts.{expert}."
+    return torch.cat([t.double().flatten() for name, t in tensors.items() if name.startswith(start)])
+
+
+def test_experts_have_norms_and_angles(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    explorer = Explorer(Subject(saved(mixture, tmp_path / "model.pt")))
+    found = asked(explorer, "experts")
+    assert (found["layers"], found["experts"], found["dead"]) == ([0, 1], [0, 1, 2, 3], [[1, 2]])
+    for layer in range(2):
+        for expert in range(4):
+            wanted = float(together(mixture, layer, expert).norm())
+            assert found["norms"][layer][expert] == pytest.approx(wanted)
+    alike = asked(explorer, "experts/likeness", layer="0")
+    assert alike["exact"]
+    assert alike["read"] == alike["nbytes"] == 4 * 2 * 16 * 8 * 4
+    for a in range(4):
+        for b in range(4):
+            x, y = together(mixture, 0, a), together(mixture, 0, b)
+            assert alike["cosines"][a][b] == pytest.approx(float(torch.cosine_similarity(x, y, dim=0)))
+    assert asked(explorer, "experts/likeness", layer="1")["cosines"][2][0] == "NaN"
+
+
+def test_stacked_experts_are_those_of_single_ones(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    stacked = {
+        f"model.layers.{layer}.mlp.experts.{kind}": torch.stack(
+            [mixture[f"model.layers.{layer}.mlp.experts.{e}.{kind}.weight"] for e in range(4)]
+        )
+        for layer in range(2)
+        for kind in ("up_proj", "down_proj")
+    }
+    one = Explorer(Subject(saved(mixture, tmp_path / "a.pt")))
+    two = Explorer(Subject(saved(stacked, tmp_path / "b.pt")))
+    assert asked(two, "experts")["norms"] == [pytest.approx(row) for row in asked(one, "experts")["norms"]]
+    first, second = (asked(explorer, "experts/likeness", layer="0")["cosines"] for explorer in (one, two))
+    assert second == [pytest.approx(row) for row in first]
+
+
+def test_large_layers_are_sampled(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    view = saved(mixture, tmp_path / "model.pt")
+    found = expert_likeness(view, 0, most=1024)
+    assert not found.exact
+    assert found.read <= 1024 < found.nbytes
+    assert found.cosines[0, 1] == pytest.approx(1)
+    assert not math.isclose(found.cosines[0, 2], 1, abs_tol=1e-3)
+
+
+@pytest.mark.parametrize("path", ["layers", "updates", "experts", "experts/likeness"])
+def test_work_ends_when_nobody_waits(
+    path: str, trained: lazyckpt.CheckpointView, mixture: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    view = saved(mixture, tmp_path / "model.pt") if path.startswith("experts") else trained
+    with pytest.raises(Cancelled):
+        Explorer(Subject(view)).answer(path, {}, lambda: False)

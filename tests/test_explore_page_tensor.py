@@ -1,0 +1,81 @@
+"""The explorer's page of one tensor, in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import torch
+
+import lazyckpt
+
+from .browser import Browser, chromium, running
+
+pytestmark = pytest.mark.slow
+HOSTILE = "<img src=x onerror=alert(1)>.\x1b[31m\u202eweight"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    chromium()
+    with running(tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+def until(browser: Browser, code: str) -> Any:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser.driver, 20).until(lambda driver: driver.execute_script(f"return {code}"))
+
+
+def test_a_tensor_from_the_whole_to_one_element(browser: Browser, tmp_path: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    weight = torch.randn(700, 600)
+    weight[3, 5], weight[650, 550] = float("nan"), 77.0
+    torch.save({HOSTILE: weight, "scalar": torch.tensor(1.5)}, tmp_path / "model.pt")
+    with lazyckpt.serve(tmp_path / "model.pt") as server:
+        browser.driver.get(server.url)
+        browser.driver.get(f"http://127.0.0.1:{server.port}/#/tensor?name={quote(HOSTILE)}")
+        until(browser, "document.querySelector('.heatmap canvas')")
+        assert not browser.js("return document.querySelector('article img')")  # a name is no markup
+        rows = until(
+            browser, "(r => r.length > 2 && r)([...document.querySelectorAll('[aria-label=Outliers] [role=row]')])"
+        )
+        assert "[3, 5]" in rows[1].text
+        assert "[650, 550]" in rows[2].text
+        rows[2].click()
+        until(browser, "location.hash.includes('view=')")
+        python = until(browser, "(p => p.includes('[64') && p)(document.querySelector('.python code').textContent)")
+        part = eval(python, {"lazyckpt": lazyckpt})  # what the page shows has the element
+        assert (part == 77).any()
+        assert part.numel() < 1000
+
+        canvas = browser.all(".heatmap canvas")[0]
+        before = browser.js("return location.hash")
+        canvas.send_keys(Keys.ARROW_UP)
+        until(browser, f"location.hash !== {before!r}")
+        canvas.send_keys("0")
+        until(browser, "!location.hash.includes('view=')")
+        pixel = browser.js(
+            "const c = document.querySelector('.heatmap canvas');"
+            "const d = c.getContext('2d').getImageData(c.width / 2, c.height / 2, 9, 9).data; return new Set(d).size"
+        )
+        assert pixel > 3  # it is drawn
+        (box,) = browser.all("[aria-label='Values as a table'] [role=table]")
+        assert str(round(float(weight[0, 0]), 4)) in box.text
+        assert not [line for line in browser.complaints() if "SEVERE" in line or "Uncaught" in line]
+        browser.driver.get(f"http://127.0.0.1:{server.port}/#/tensor?name=scalar")
+        until(browser, "document.querySelector('.tensor-head h2')?.textContent.startsWith('scalar')")
+        until(browser, "document.querySelector('.heatmap canvas')")
+
+
+def test_a_report_shows_pictures(browser: Browser, tmp_path: Path) -> None:
+    torch.save({"w": torch.randn(300, 200)}, tmp_path / "model.pt")
+    lazyckpt.open(tmp_path / "model.pt").report(tmp_path / "out.html")
+    browser.driver.get((tmp_path / "out.html").as_uri() + "#/tensor?name=w")
+    until(browser, "document.querySelector('.heatmap canvas') && document.querySelector('.histogram-bars')")
+    assert not browser.all(".failure")
