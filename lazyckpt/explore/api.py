@@ -35,12 +35,9 @@ _MODULES = (
     "endpoints.ranks",
     "endpoints.tensor",
     "endpoints.values",
-<<<<<<< HEAD
     "endpoints.layers",
     "endpoints.experts",
-=======
     "endpoints.tokens",
->>>>>>> w-tensor25
 )  # modules with a dictionary ENDPOINTS: path -> function
 _KEPT = 64 << 20  # bytes of answers that an explorer keeps
 _STATUS = (
