@@ -1,8 +1,9 @@
-"""Draw the pictures in docs/pictures except overview.png: terminals, a notebook and plots of the demo's files.
+"""Draw the pictures in docs/pictures except overview.png: terminals, a notebook, plots and the explorer.
 
-    python tools/make_screenshots.py [NAME...]    # all, or some: demo, browse, ...
+    python tools/make_screenshots.py [NAME...]    # all, or some: demo, browse, explore, ...
 
-It needs lazyckpt's test extra and Chromium (``CHROMIUM`` names the program).
+They show the demo's files, and a mixture-of-experts model that transformers writes. The tool needs lazyckpt's test extra,
+Chromium (``CHROMIUM`` names the program) and, for the explorer, its chromedriver.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +160,111 @@ def draw_tensor(folder: Path, target: Path) -> None:
     save(lazyckpt.open(folder / "zero3")[NAME].plot(), target)
 
 
+def draw_explore(folder: Path, target: Path) -> None:
+    """The explorer with a tensor: its values, and the ranks that hold them."""
+    shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 765)
+
+
+def draw_explore_tree(folder: Path, target: Path) -> None:
+    """The page of all tensors, with the norms and the card of the layers."""
+
+    def norms(driver: Any) -> None:
+        wait_for(driver, "document.querySelector('[role=treeitem]')")
+        driver.execute_script("[...document.querySelectorAll('button')].find(b => /norm/i.test(b.textContent)).click()")
+        wait_for(driver, "document.querySelector('.tree-norm')")
+
+    shoot_explorer(folder, "zero3", f"tree?name={NAME}", target, 760, norms)
+
+
+def draw_explore_tensor(folder: Path, target: Path) -> None:
+    """The page of one tensor."""
+    shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 1290)
+
+
+def draw_explore_architecture(folder: Path, target: Path) -> None:
+    """The page of the architecture."""
+    shoot_explorer(folder, "zero3", "architecture", target, 900)
+
+
+def draw_explore_ranks(folder: Path, target: Path) -> None:
+    """The page of the ranks."""
+    shoot_explorer(folder, "zero3", "ranks", target, 690)
+
+
+def draw_explore_optimizer(folder: Path, target: Path) -> None:
+    """The page of the optimizer."""
+    shoot_explorer(folder, "zero3", "optimizer", target, 1000)
+
+
+def draw_explore_experts(folder: Path, target: Path) -> None:
+    """The page of the experts."""
+    write_experts(folder / "moe")
+    shoot_explorer(folder, "moe", "experts", target, 900)
+
+
+def write_experts(folder: Path) -> None:
+    """A small mixture-of-experts model of transformers, after a few steps of AdamW."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_hidden_layers": 8, "num_local_experts": 16, "num_experts_per_tok": 2}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(8):
+        tokens = (torch.rand(4, 32).square() * 256).long()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
+
+
+def shoot_explorer(
+    folder: Path,
+    source: str,
+    link: str,
+    target: Path,
+    height: int,
+    then: Callable[[Any], None] = lambda driver: None,
+) -> None:
+    """A PNG of a page of the explorer, 1,280 pixels wide, in at most 256 colours."""
+    from PIL import Image
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which(CHROMIUM) or CHROMIUM
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-color-profile=srgb"):
+        options.add_argument(flag)
+    os.chdir(folder)  # the page shows the path
+    with lazyckpt.serve(source) as server:
+        driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+        try:
+            driver.set_window_size(1280, height)
+            driver.get(server.url)  # sets the cookie
+            driver.get(f"{server.url.partition('?')[0]}#/{link}")
+            then(driver)
+            wait_for(
+                driver,
+                "document.querySelector('h2, [role=tree]') && !/(ing|Reading) [^.]*…/.test(document.body.innerText)",
+            )
+            inner = driver.execute_script("return innerHeight")
+            driver.set_window_size(1280, height + height - inner)
+            time.sleep(1)  # canvases are drawn in the next frames
+            driver.save_screenshot(str(target))
+        finally:
+            driver.quit()
+    Image.open(target).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
+
+
+def wait_for(driver: Any, condition: str) -> None:
+    """Wait until an expression of JavaScript is true."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, 30).until(lambda one: one.execute_script(f"return {condition}"))
+
+
 def save(figure: Any, target: Path) -> None:
     figure.savefig(target, dpi=100, metadata={"Software": None})
 
@@ -164,7 +273,9 @@ def main() -> int:
     import matplotlib
 
     matplotlib.use("Agg")
-    drawings = {name[5:]: draw for name, draw in globals().items() if name.startswith("draw_")}
+    drawings = {
+        name[5:].replace("explore_", "explore-"): draw for name, draw in globals().items() if name.startswith("draw_")
+    }
     with tempfile.TemporaryDirectory() as folder:
         demo.write(Path(folder))
         for name in sys.argv[1:] or drawings:
