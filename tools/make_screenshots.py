@@ -2,8 +2,8 @@
 
     python tools/make_screenshots.py [NAME...]    # all, or some: demo, browse, explore, ...
 
-They show the demo's files, and a mixture-of-experts model that transformers writes. The tool needs lazyckpt's test extra,
-Chromium (``CHROMIUM`` names the program) and, for the explorer, its chromedriver.
+They show the demo's files, and small models that transformers writes. The tool needs lazyckpt's test
+extra, Chromium (``CHROMIUM`` names the program) and, for the explorer, its chromedriver.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ from lazyckpt import demo
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 CHROMIUM = os.environ.get("CHROMIUM", "chromium")
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # the sizes of models that are written for pictures
 NAME = "model.layers.1.mlp.down_proj.weight"
 PAGE = "<!doctype html><meta charset=utf-8><style>body {{margin: {margin}; background: {back}}}</style>{body}"
 TERMINAL = (
@@ -202,22 +210,52 @@ def draw_explore_experts(folder: Path, target: Path) -> None:
     shoot_explorer(folder, "moe", "experts", target, 900)
 
 
+def draw_explore_compare(folder: Path, target: Path) -> None:
+    """The page of a comparison: of the first and the last step of a run."""
+    write_run(folder / "run")
+    shoot_explorer(folder, "run/checkpoint-1", "compare", target, 1000, other="run/checkpoint-32")
+
+
+def draw_explore_run(folder: Path, target: Path) -> None:
+    """The page of a run."""
+    write_run(folder / "run")
+    shoot_explorer(folder, "run", "run?quantity=drift", target, 900)
+
+
 def write_experts(folder: Path) -> None:
     """A small mixture-of-experts model of transformers, after a few steps of AdamW."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 64}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     experts = {"num_hidden_layers": 8, "num_local_experts": 16, "num_experts_per_tok": 2}
-    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts))
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**SMALL, **experts))
+    train(model, 8)
+    model.save_pretrained(folder)
+
+
+def write_run(folder: Path) -> None:
+    """The folder of a run of a small Llama, with six checkpoints, unless it is there."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    if folder.exists():
+        return
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, num_hidden_layers=8))
+    done = 0
+    for step in (1, 2, 4, 8, 16, 32):
+        train(model, step - done)
+        done = step
+        model.save_pretrained(folder / f"checkpoint-{step}")
+
+
+def train(model: Any, steps: int) -> None:
+    """Change a model by some steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(8):
-        tokens = (torch.rand(4, 32).square() * 256).long()
+    for _ in range(steps):
+        tokens = (torch.rand(4, 32).square() * SMALL["vocab_size"]).long()
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    model.save_pretrained(folder)
 
 
 def shoot_explorer(
@@ -227,6 +265,7 @@ def shoot_explorer(
     target: Path,
     height: int,
     then: Callable[[Any], None] = lambda driver: None,
+    other: str | None = None,
 ) -> None:
     """A PNG of a page of the explorer, 1,280 pixels wide, in at most 256 colours."""
     from PIL import Image
@@ -238,7 +277,7 @@ def shoot_explorer(
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-color-profile=srgb"):
         options.add_argument(flag)
     os.chdir(folder)  # the page shows the path
-    with lazyckpt.serve(source) as server:
+    with lazyckpt.serve(source, other) as server:
         driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
         try:
             driver.set_window_size(1280, height)
