@@ -104,7 +104,8 @@ def _prepare_adamw(spec: MegatronSpec, chunks: list[Any], optimizer: Any, schedu
         def set_states(
             parameter: Any, tensors: Any, one: Any = one, real: Any = one._set_main_param_and_optimizer_states
         ) -> None:
-            real(parameter, one._get_main_param_and_optimizer_states(parameter) | tensors)
+            with torch.no_grad():  # (of float32 weights, the copies are views of them)
+                real(parameter, one._get_main_param_and_optimizer_states(parameter) | tensors)
 
         one._set_main_param_and_optimizer_states = set_states
 
@@ -135,8 +136,10 @@ def load_dist(folder: Path, spec: MegatronSpec, chunks: list[Any], optimizer: An
         return 0
     optimizer.load_state_dict(state["optimizer"])
     for one in optimizer.chained_optimizers if spec.distributed else ():
-        for states in one.optimizer.state.values():  # (they share one count, which each parameter would raise)
-            states["step"] = states["step"].clone()
+        for group in one.optimizer.param_groups:  # (they share one count, which each parameter would raise)
+            for p in group["params"]:
+                states = one.optimizer.state[p]
+                states["step"] = torch.as_tensor(float(group.get("step", states["step"])))
     scheduler.load_state_dict(state["opt_param_scheduler"])
     return int(state["iteration"])
 
