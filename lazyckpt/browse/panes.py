@@ -204,6 +204,8 @@ class Panes(Vertical):
 
     def action_tab(self, tab: str) -> None:
         """Show a pane; that of a tensor's heat map or values gets the focus, for its keys."""
+        if self.tabs.active != tab and self.has_focus_within:  # else Textual shows the pane of the focus again
+            self.screen.set_focus(self.screen.query_one("#names"))
         self.tabs.active = tab
         if tab in ("map", "values") and self.row is not None and self.row.leaf:
             (self.heat if tab == "map" else self.grid).focus()
