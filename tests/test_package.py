@@ -119,8 +119,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("show",),
     ("tensor",),
     ("view",),
-    ("adapting", "browse", "combining", "deepspeed", "distributed", "engine", "runs"),
-    ("recipes",),
+    ("adapting", "combining", "deepspeed", "distributed", "engine", "runs"),
+    ("browse", "recipes"),
     ("", "demo"),  # "": lazyckpt/__init__.py
     ("cli", "testing"),
     ("__main__",),
