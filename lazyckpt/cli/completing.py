@@ -74,7 +74,7 @@ def _of_view(ctx: typer.Context, propose: Callable[[CheckpointView], list[str]])
     path, state = given.get("path"), given.get("state")
     if not path or is_url(path):
         return []
-    options = {name: given.get(name) for name in ("tag", "format", "base")}
+    options: dict[str, Any] = {name: given.get(name) for name in ("tag", "format", "base")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
