@@ -483,7 +483,7 @@ def test_diff_of_manifests(tmp_path: Path) -> None:
     a, b = _pair(tmp_path)
     found = lazyckpt.diff(a.manifest, b.manifest)
     assert {row.name: row.status for row in found.differing} == {"l.3": "values", "more": "only in b"}
-    assert found.digests == len(found) == 7 and "the digests differ" in repr(found)
+    assert found.digests == len(found) == 7 and "l.3: the digests differ" in repr(found)
     assert lazyckpt.diff(manifest_of(a), tmp_path / "a.pt").equal
     assert lazyckpt.diff(tmp_path / "a.pt", a.manifest, states="all").equal
     run = CliRunner()
