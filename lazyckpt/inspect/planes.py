@@ -32,7 +32,7 @@ Window = tuple[tuple[int, int], tuple[int, int]]
 """The rows and the columns of a part of a plane, as half-open intervals."""
 
 CELL = 24  # bytes of a result for an element
-_BLOCK = 1 << 17  # elements that are folded at a time: they stay in a core's cache
+_BLOCK = 1 << 20  # elements that are folded at a time: of fewer rows, reducing the columns would take longer
 _SAMPLE = 32 << 20  # bytes to read if a sample is enough
 _MOST = 1 << 44  # bytes that are read at most
 
