@@ -41,12 +41,19 @@ def of_rank(
 
 
 def division(
-    tp: int, pp: int, dp: int, ep: int, etp: int | None, vpp: int, layout: str | Sequence[int] | None
+    tp: int = 1,
+    pp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    vpp: int = 1,
+    layout: str | Sequence[int] | None = None,
+    vocab_multiple: int | None = None,
 ) -> Division:
     """Return the division of a model among ranks, from the arguments of `lazyckpt.CheckpointView.shard`."""
     from .layouts.pipeline import pipeline_of
 
-    return division_of(mesh_of(tp, pp, dp, ep), etp, pipeline_of(pp, vpp, layout))
+    return division_of(mesh_of(tp, pp, dp, ep), etp, pipeline_of(pp, vpp, layout), vocab_multiple)
 
 
 def with_dtype(view: Namespace[Any], dtype: torch.dtype) -> Index:

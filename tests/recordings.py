@@ -231,6 +231,7 @@ GROUPS = {
         _megatron,
         ("megatron-core", "torch"),
         ("megatron",),
+        frozenset({"ep2_hybrid", "pp2_dp2_hybrid_distopt"}),
     ),
     "orbax": Group(
         orbax_files.CASES,

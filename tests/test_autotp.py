@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lazyckpt.core.box import Shape
-from lazyckpt.layouts.autotp import autotp_rules, undescribed_rules, uses_autotp
+from lazyckpt.layouts.autotp import autotp_rules, described_rules, undescribed_rules, uses_autotp
 from lazyckpt.layouts.families import family_rules
 from lazyckpt.layouts.merge import Merge, decide
 from lazyckpt.layouts.universal import universal_rules
@@ -65,6 +65,27 @@ def _merged(name: str, shards: list[Shape], info: dict[str, Any], config: Any = 
 )
 def test_what_no_list_has(version: str, name: str, shape: Shape, whole: Shape) -> None:
     assert _merged(name, [shape, shape], _info(version)).shape == whole
+
+
+@pytest.mark.parametrize(
+    ("config", "width", "norm", "whole"),
+    [
+        (CUSTOM, 2, 4, None),  # `_slice_embedding`
+        (CUSTOM, 4, 4, (8, 4)),
+        (CUSTOM, 2, 6, (8, 2)),  # an embedding narrower than the model
+        (CONFIG, 2, 4, (8, 2)),  # without a partition_config nothing cuts embeddings
+    ],
+)
+def test_an_embedding_that_is_listed_as_whole_and_cut(config: Any, width: int, norm: int, whole: Shape | None) -> None:
+    info, name = _info("0.19.5"), "model.embed_tokens.weight"
+    shapes = {name: (8, width), "model.norm.weight": (norm,)}
+    sources = described_rules(info, config, shapes, family_rules())
+    if whole is None:
+        with pytest.raises(ValueError, match=r"2 of the 4 columns that norms have.*rules="):
+            decide(name, [(8, width)] * 2, sources)
+    else:
+        assert decide(name, [(8, width)] * 2, sources).shape == whole
+    assert decide("model.norm.weight", [(norm,)] * 2, sources).shape == (norm,)
 
 
 def test_a_vocabulary_that_is_cut_is_listed() -> None:

@@ -187,8 +187,14 @@ def test_to_megatron(
 
     monkeypatch.setattr(megatron, "WRITER", replace(megatron.WRITER, plan=plan))
     text = convert(model[0], tmp_path / "out", "--to", "megatron", "--tp", "2", "--ep", "4", "--overwrite")
-    assert (asked["tp"], asked["pp"], asked["ep"], asked["overwrite"]) == (2, 1, 4, True)
+    assert (asked["tp"], asked["ep"], asked["overwrite"]) == (2, 4, True)
+    assert not {"pp", "etp", "vpp", "layout", "vocab_multiple", "ckpt_format"} & asked.keys(), "as to_megatron has it"
     assert "left out optimizer: of another kind" in text
+    more = ["--etp", "1", "--pp", "2", "--vpp", "2", "--vocab-multiple", "8", "--ckpt-format", "torch_dist"]
+    for layout, wanted in (("3,4,4,1", [3, 4, 4, 1]), ("Et|t|t|tL", "Et|t|t|tL")):
+        convert(model[0], tmp_path / "out", "--to", "megatron", *more, "--layout", layout)
+        assert (asked["etp"], asked["pp"], asked["vpp"], asked["layout"]) == (1, 2, 2, wanted)
+        assert (asked["vocab_multiple"], asked["ckpt_format"]) == (8, "torch_dist")
 
 
 # -- what of it, as what
@@ -456,11 +462,19 @@ def test_names_are_literal(tmp_path: Path) -> None:
         (["out", "--to", "onnx"], "--to 'onnx' is none of safetensors"),
         (["out.safetensors", "--to", "torch"], "does not go with the name"),
         (["out", "--to", "universal", "--dtype", "bf16"], "it always is in float32"),
-        (["out", "--to", "dcp", "--tp", "2"], "--tp, --pp, --ep cannot be had with --to dcp"),
+        (["out", "--to", "dcp", "--tp", "2"], "--tp cannot be had with --to dcp"),
+        (["out.zarr", "--vocab-multiple", "2"], "--vocab-multiple cannot be had with --to zarr"),
+        (["out", "--to", "dcp", "--ckpt-format", "torch"], "only megatron has several formats"),
+        (
+            ["out", "--to", "megatron", "--ckpt-format", "zarr", "--dry-run"],
+            "can be written are 'torch' and 'torch_dist'",
+        ),
+        (["out", "--to", "megatron", "--layout", "3,4", "--dry-run"], "give pp=, too"),
         (["out", "--to", "universal", "--pp", "1"], "any number of them loads it"),
         (["out.zarr", "--ep", "2"], "does not depend on ranks"),
         (["out", "--to", "dcp", "--stored"], "--stored cannot be had with --to dcp"),
-        (["out.pt", "--stored", "--rename", "hf"], "leave out --tp, --pp, --ep and --rename"),
+        (["out.pt", "--stored", "--rename", "hf"], "as they are stored: leave out --rename"),
+        (["out.pt", "--stored", "--tp", "2", "--rename", "hf"], "leave out --tp and --rename"),
         (["out.pt", "--tp", "2"], "has to be a folder's name"),
         (["out.zarr", "--max-shard-size", "1GB"], "only safetensors and torch have shards"),
         (["out.pt", "--codec", "zstd"], "only zarr compresses"),

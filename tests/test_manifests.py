@@ -488,7 +488,7 @@ def test_diff_of_manifests(tmp_path: Path) -> None:
     assert lazyckpt.diff(tmp_path / "a.pt", a.manifest, states="all").equal
     run = CliRunner()
     done = run.invoke(cli.app, ["diff", str(a.manifest), str(tmp_path / "b")])
-    assert done.exit_code == 1 and "l.3: the digests differ" in done.output
+    assert done.exit_code == 1 and "the digests differ" in done.output
     done = run.invoke(cli.app, ["diff", str(tmp_path / "a"), str(tmp_path / "b")])
     assert done.exit_code == 1 and "compared by the digests of manifests (--read reads them)" in done.output
     done = run.invoke(cli.app, ["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--read", "--json"])

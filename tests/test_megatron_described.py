@@ -112,6 +112,20 @@ def test_nemo_2(megatron_cases: dict[str, Case], truth: dict[str, torch.Tensor],
     assert alone.mesh == lazyckpt.Mesh() and set(alone.states) == set(view.states)
 
 
+def test_a_save_that_nemo_has_not_finished(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
+    """nemo/lightning/pytorch/callbacks/model_checkpoint.py `set_checkpoint_unfinished_marker`."""
+    folder = nemo(megatron_cases, tmp_path / "llama--step=3-last", MODEL, DEGREES)
+    (tmp_path / "llama--step=3-last-unfinished").touch()
+    shutil.copytree(folder, tmp_path / "llama--step=2")
+    assert [p.code for p in lazyckpt.open(folder).problems] == ["unfinished-save"]
+    assert lazyckpt.open(tmp_path / "llama--step=2").problems == ()
+    run = lazyckpt.open_run(tmp_path)
+    assert "unfinished-save" in {p.code for p in run.problems} and list(run.steps) == [2, 3]
+    (tmp_path / "llama--step=3-last-unfinished").unlink()
+    assert lazyckpt.open(folder).problems == ()
+    assert "unfinished-save" not in {p.code for p in lazyckpt.open_run(tmp_path).problems}
+
+
 def test_degrees_that_contradict_each_other(megatron_cases: dict[str, Case], tmp_path: Path) -> None:
     model = {**MODEL, "tensor_model_parallel_size": 4, "num_layers": 5}
     view = lazyckpt.open(nemo(megatron_cases, tmp_path / "llama", model, DEGREES))

@@ -120,8 +120,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("explore",),
     ("tensor",),
     ("view",),
-    ("adapting", "browse", "combining", "deepspeed", "distributed", "engine", "runs"),
-    ("recipes",),
+    ("adapting", "combining", "deepspeed", "distributed", "engine", "runs"),
+    ("browse", "recipes"),
     ("exploring",),
     ("", "demo"),  # "": lazyckpt/__init__.py
     ("cli", "testing"),

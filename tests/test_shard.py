@@ -168,6 +168,23 @@ def test_torch_dist_has_the_shards_that_rank_files_have(megatron_folder: Path, m
             assert all(bit_equal(one[key][...], other[key][...]) for key in one)
 
 
+@pytest.mark.parametrize(("tp", "multiple"), [(1, 128), (2, 16), (3, 7), (4, 1)])
+def test_the_vocabulary_is_padded_as_asked(megatron_cases: dict[str, Case], tp: int, multiple: int) -> None:
+    name = "embedding.word_embeddings.weight"
+    view = lazyckpt.open(megatron_cases["tp2_gelu_tied"].path).select(lambda n: n == name or "position" in n)
+    whole = view.states["exp_avg"][name][...]  # 64 rows on two ranks
+    rows = -(-len(whole) // (tp * multiple)) * multiple
+    shards = [view.shard(tp=tp, vocab_multiple=multiple, rank=n) for n in range(tp)]
+    padded = torch.cat([shard.states["exp_avg"][name][...] for shard in shards])
+    assert {shard[name].shape for shard in shards} == {(rows, whole.shape[1])}
+    assert torch.equal(padded[: len(whole)], whole) and not padded[len(whole) :].any()
+    check_same(lazyckpt.unshard(shards), view)
+    again = [shards[0].shard(tp=2, rank=n)[name].shape[0] for n in range(2)]
+    assert again == [view.shard(tp=2 * tp, vocab_multiple=multiple, rank=0)[name].shape[0]] * 2
+    with pytest.raises(MeshError, match="vocab_multiple=0"):
+        view.shard(tp=2, vocab_multiple=0, rank=0)
+
+
 def test_two_ranks_to_four_to_one(megatron_cases: dict[str, Case]) -> None:
     case = megatron_cases["tp2_gelu_tied"]
     view = lazyckpt.open(case.path)

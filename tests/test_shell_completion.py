@@ -64,7 +64,7 @@ def test_names_that_mean_something_to_a_shell_are_not_offered(path: Path) -> Non
 @pytest.mark.slow
 def test_options_need_no_torch(path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from lazyckpt.cli import main; main()"
-    for words in (("show", str(path), "mo"), ("diff", "--pre"), ("browse", "--st"), ("convert", "--t")):
+    for words in (("show", str(path), "mo"), ("diff", "--pre"), ("browse", "--st"), ("stats", "--so")):
         env = os.environ | {"COMP_WORDS": " ".join(("lazyckpt", *words)), "COMP_CWORD": str(len(words))}
         env |= {"_LAZYCKPT_COMPLETE": "complete_bash", "PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)

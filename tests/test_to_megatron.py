@@ -193,6 +193,7 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mtp_to_its_own_stage": ("tp2_dp2_mtp_distopt", "dist", {"tp": 1, "dp": 1, "pp": 2, "distributed": False}),
     "experts_to_etp1": ("tp2_mixed", "dist", {"etp": 1, "ep": 2}),
     "groups_on_two_ranks_each": ("single", "legacy", {"tp": 4}),
+    "hybrid_tp2_to_1": ("tp2_hybrid", "dist", {"tp": 1}),
 }
 # written as torch_dist, which is not of these ranks
 DISTRIBUTED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -204,9 +205,15 @@ DISTRIBUTED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "dist_experts_distributed": ("tp2_dp2_ep2_etp1_distopt", "legacy", {"tp": 1, "etp": 1, "moe_freq": (0, 1, 1)}),
     "dist_mla_to_pp2": ("tp2_mla", "dist", {"pp": 2}),  # (with tp=1, megatron-core's own gradients differ)
     "dist_mtp": ("tp2_dp2_mtp_distopt", "dist", {"tp": 2}),
+    "dist_hybrid": ("tp2_hybrid", "legacy", {"tp": 1, "pp": 2}),
 }
 SOME = ("vpp2_to_vpp4", "uneven_to_layout", "mtp_to_its_own_stage", "dist_ep2_to_tp2", "dist_distributed")
-MORE = ("experts_to_etp1", "groups_on_two_ranks_each", *(name for name in DISTRIBUTED if name not in SOME))
+MORE = (
+    "experts_to_etp1",
+    "groups_on_two_ranks_each",
+    "hybrid_tp2_to_1",
+    *(name for name in DISTRIBUTED if name not in SOME),
+)
 ALL_RUNS = {
     name: run for name, run in (RUNS | DISTRIBUTED).items() if os.environ.get(LANE) == "all" or name not in MORE
 }
@@ -230,8 +237,8 @@ def resumed(session_folder: Path, megatron_folder: Path) -> dict[str, dict[str, 
             else:
                 view.to_megatron(folder / name, **division(spec))
             jobs[name] = (folder / name, spec)
-            if not CASES[source].distributed:
-                jobs[f"as {source}"] = (megatron_folder / source / "legacy", CASES[source])
+            own = "dist" if CASES[source].distributed else "legacy"
+            jobs[f"as {source}"] = (megatron_folder / source / own, CASES[source])
         expected = {}
         for name, (tied, spec) in HUGGING_FACE.items():
             expected[name] = _llama(folder / f"{name}.hf", tied, spec)
@@ -286,9 +293,9 @@ def test_megatron_core_resumes_training(
     logits = torch.load(megatron_folder / source / "logits.pt")["logits"][..., :TOKENS]
     tolerance = 2e-2 if spec.bf16 else 1e-5
     assert (found["logits"][..., :TOKENS] - logits).abs().max() <= tolerance * logits.abs().max()
-    if spec.distributed:
-        return
     same = resumed[f"as {source}"]  # from its own files, on ranks as before
+    assert found["losses"] == pytest.approx(same["losses"], rel=2e-3 if spec.bf16 else 1e-5)
+    assert abs(same["losses"][1] - same["losses"][0]) > 1e-3, "the second one depends on the optimizer's states"
     for state in ("exp_avg", "exp_avg_sq"):
         for key, wanted in same["stepped"][state].items():
             size = max(float(wanted.abs().max()), 1e-6)
@@ -476,7 +483,7 @@ def test_resume_of_interrupted_export(
 
 
 def test_hybrid_models(tmp_path: Path) -> None:
-    """Mamba layers, attention and MLPs, each a layer of its own, with an optimizer: as mamba_mixer.py stores them."""
+    """Mamba layers, attention and MLPs on several stages, with a layer on each: as mamba_mixer.py stores them."""
     sizes = [16, 16, 6, 6, 4]
     mixer, attention, mlp = "decoder.layers.0.mixer.", "decoder.layers.1.self_attention.", "decoder.layers.2.mlp."
     model: dict[str, tuple[torch.Tensor, Cut]] = {
@@ -548,7 +555,7 @@ def test_hybrid_models(tmp_path: Path) -> None:
     "name",
     sampled(
         [*(name for name in WRITTEN if not CASES[name].distributed), "tp2_dp2_distopt"],
-        ("ep2", "ep2_grouped", "tp2_mixed", "tp2_mla", "pp2_tied_bf16", "tp2_dp2_distopt"),
+        ("ep2", "ep2_grouped", "tp2_mixed", "tp2_mla", "pp2_tied_bf16", "tp2_dp2_distopt", "tp2_hybrid"),
     ),
 )
 def test_a_distributed_checkpoint_has_what_megatrons_has(

@@ -85,14 +85,14 @@ def draw_browse_pair(folder: Path, target: Path) -> None:
     """A comparison: of the demo's weights with some that are rounded, and with one layer that was trained further."""
     view = lazyckpt.open(folder / "zero3")
     generator = torch.Generator().manual_seed(0)
-    for name, wide in (("before", 1.0), ("after", 1.001)):
+    for name, wide in (("before", 1.0), ("after", 1.0005)):
         weights = {}
         for key, t in view.items():
             noise = torch.randn(t.shape, generator=generator) * t[...].float().std() * 0.3
-            weights[key] = (t[...].float() * wide + (noise if ".2." in key and name == "after" else 0)).bfloat16()
+            weights[key] = (t[...].float() * wide + (noise if ".1.mlp" in key and name == "after" else 0)).bfloat16()
         (folder / name).mkdir(exist_ok=True)
         save_file(weights, folder / name / "model.safetensors")
-    shoot_browser(target, [folder / "before", folder / "after"], ["e"], "")
+    shoot_browser(target, [folder / "before", folder / "after"], ["j", "e"], "")
 
 
 def shoot_browser(target: Path, paths: list[Path], keys: list[str], name: str = NAME, theme: str = "") -> None:

@@ -266,7 +266,7 @@ class Names(ScrollView, can_focus=True):
         def of(name: str) -> Style:
             return style + self.get_component_rich_style(f"names--{name}", partial=True)
 
-        indent = "│ " * min(row.depth, max(0, (width - _NAME) // 2))
+        indent = "│ " * min(row.depth, max(0, (width - 12) // 2))
         mark = "  " if row.leaf else "▾ " if row.opened else "▸ "
         label = printable(shortened(row.label)) or "''"
         note = f"  {len(row.nodes):,} alike" if row.folded else ""

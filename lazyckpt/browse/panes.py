@@ -66,7 +66,7 @@ class Panes(Vertical):
         self.text: str | None = None  # the index of the values
         self._drawing: Drawing | None = None
         self._points: list[steps.Point] | None = None
-        self._pending = False
+        self._pending, self._changed = False, changed
         self._kept: tuple[Box | None, tuple[int, int]] | None = None
         self.tabs = TabbedContent(id="tabs")
         self.about, self.files, self.changes = (Static(markup=False) for _ in range(3))
@@ -138,6 +138,7 @@ class Panes(Vertical):
 
     def _failed(self, error: Exception) -> None:
         self._pending = False
+        self._changed()
         self.about.update(error_content(error))
 
     def _known(self, subject: Subject, row: Row, side: str) -> Known:
@@ -162,6 +163,7 @@ class Panes(Vertical):
 
     def _have(self, found: Known) -> None:
         self._pending = False
+        self._changed()
         self.about.update(found.about)
         self.tensor, self._drawing, self.error = found.tensor, found.drawing, found.error
         t = self.tensor
@@ -204,6 +206,8 @@ class Panes(Vertical):
 
     def action_tab(self, tab: str) -> None:
         """Show a pane; that of a tensor's heat map or values gets the focus, for its keys."""
+        if self.tabs.active != tab and self.has_focus_within:  # else Textual shows the pane of the focus again
+            self.screen.set_focus(self.screen.query_one("#names"))
         self.tabs.active = tab
         if tab in ("map", "values") and self.row is not None and self.row.leaf:
             (self.heat if tab == "map" else self.grid).focus()
@@ -346,7 +350,7 @@ class Panes(Vertical):
             return
         shown: list[Any] = list(self._measures.of(row))
         lines = differences.lines_of(shown)
-        self.changes.update(_table(lines[:_LISTED], shown, row.tensors, self._measures.busy))
+        self.changes.update(_table(lines[:_LISTED], shown, row, self._measures.busy))
 
     # -- what is shown, as Python
 
@@ -368,8 +372,9 @@ def _has(subject: Subject, state: str, row: Row) -> bool:
     return view is not None and (not start or bool(view.names.below(start[:-1])))
 
 
-def _table(lines: list[differences.Line], found: list[Any], tensors: int, busy: bool) -> Content:
-    """Return differences as a table."""
+def _table(lines: list[differences.Line], found: list[Any], row: Row, busy: bool) -> Content:
+    """Return the differences of the tensors of a row as a table. Names are those below the row."""
+    tensors, start = row.tensors, "" if row.leaf or row.folded else printable(row.start)
     equal = sum(one.status == "equal" for one in found)
     note = f"{equal:,} of {len(found):,} tensors are equal"
     if len(found) < tensors:
@@ -379,31 +384,24 @@ def _table(lines: list[differences.Line], found: list[Any], tensors: int, busy: 
     if not cells:
         return Content("\n").join(parts)
     heads = differences.HEAD[:4]
-    widths = [max(len(row[c]) for row in [heads, *cells]) for c in range(3)]
+    widths = [max(len(line[c]) for line in [heads, *cells]) for c in range(3)]
     parts.append(
         Content.styled(
             "  ".join([*(f"{h:>{w}}" for h, w in zip(heads, widths, strict=False)), heads[3]]), "$text-accent"
         )
     )
-    for line, row in zip(lines, cells, strict=True):
+    for line, cell in zip(lines, cells, strict=True):
+        name = cell[3].removeprefix(start)
+        dtypes, count, most = cell[4:]
         if line.kind == "values":
-            numbers = "  ".join(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=False))
+            numbers = "  ".join(f"{number:>{w}}" for number, w in zip(cell, widths, strict=False))
+            note = f"  {count} tensors, most at {most}" if len(line.rows) > 1 else ""
+            note = f"  {dtypes}" if " and " in dtypes and not note else note
             style = STYLES[differences.degree(line.worst)]
-            more = (
-                f"  {row[5]} tensors, most at {row[6]}"
-                if len(line.rows) > 1
-                else f"  {row[4]}"
-                if " and " in row[4]
-                else ""
-            )
-            parts.append(Content.assemble((numbers, style), f"  {row[3]}", (more, "$text-muted")))
+            parts.append(Content.assemble((numbers, style), f"  {name}", (note, "$text-muted")))
         else:
-            room = sum(widths) + 4
-            parts.append(
-                Content.assemble(
-                    (f"{line.kind:>{room}}", "$text-warning"), f"  {row[3]}", (f"  {row[4]}", "$text-muted")
-                )
-            )
+            kind_of = f"{line.kind:>{sum(widths) + 4}}"
+            parts.append(Content.assemble((kind_of, "$text-warning"), f"  {name}", (f"  {dtypes}", "$text-muted")))
     return Content("\n").join(parts)
 
 

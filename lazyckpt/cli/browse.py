@@ -40,7 +40,7 @@ def browse(
     rules: RulesOption = None,
     base: BaseOption = None,
 ) -> None:
-    """Browse a checkpoint, a run or a comparison of two checkpoints interactively in the terminal.
+    """Browse a checkpoint interactively in the terminal.
 
     Shows names, details, heat maps, values, histograms, and which file holds which block. A folder of several
     checkpoints is a run, with a line of its steps; --tag opens one of them alone. With OTHER, the names have the

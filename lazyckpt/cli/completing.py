@@ -68,18 +68,18 @@ def formats(incomplete: str) -> list[str]:
 
 def _of_view(ctx: typer.Context, propose: Callable[[CheckpointView], list[str]]) -> list[str]:
     from ..io.storage.urls import is_url
-    from .options import open_view
+    from ..view import CheckpointView
 
     given: dict[str, Any] = ctx.params
-    path = given.get("path")
+    path, state = given.get("path"), given.get("state")
     if not path or is_url(path):
         return []
+    options: dict[str, Any] = {name: given.get(name) for name in ("tag", "format", "base")}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            chosen = given.get("state"), bool(given.get("stored"))
-            options = [given.get(name) for name in ("tag", "format", "rules", "base")]
-            view = open_view(os.path.expanduser(path), *chosen, *options)
-            return [name for name in propose(view) if _PLAIN.fullmatch(name)]
+            view = CheckpointView(os.path.expanduser(path), **options)
+            chosen = view.stored if given.get("stored") else view if state is None else view.states[state]
+            return [name for name in propose(chosen) if _PLAIN.fullmatch(name)]
         except Exception:  # there is nothing to propose; the command itself says why
             return []

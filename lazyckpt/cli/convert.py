@@ -112,6 +112,22 @@ _Degree = Annotated[
         help="Parallel degree to shard to: megatron, or safetensors and torch with a folder per rank.",
     ),
 ]
+_Etp = Annotated[
+    int | None, typer.Option(min=1, metavar="N", help="How many ranks cut an expert's tensors (default: --tp).")
+]
+_Vpp = Annotated[int | None, typer.Option(min=1, metavar="N", help="Model chunks of each pipeline stage.")]
+_Layout = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help="Layers of the stages, if not all the same: 'Ett|(tt|)*6,tL', or 3,4,4,3."),
+]
+_Multiple = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="Pad the rows of the vocabulary with zeros to a multiple of N times --tp."),
+]
+_CkptFormat = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Of megatron: torch (rank files, the default), torch_dist, fsdp_dtensor."),
+]
 _Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the work in flight (default: 1GiB).")]
 _Resume = Annotated[bool, typer.Option(help="Resume an interrupted conversion, or discard it.")]
 _Shard = Annotated[
@@ -162,6 +178,11 @@ def convert(
     tp: _Degree = None,
     pp: _Degree = None,
     ep: _Degree = None,
+    etp: _Etp = None,
+    vpp: _Vpp = None,
+    layout: _Layout = None,
+    vocab_multiple: _Multiple = None,
+    ckpt_format: _CkptFormat = None,
     max_shard_size: _Shard = None,
     codec: _Codec = None,
     memory: _Memory = None,
@@ -212,12 +233,10 @@ def convert(
     Several machines: --cluster hands the work to their workers; --shard-of-work $SLURM_PROCID/$SLURM_NTASKS needs only
     a common file system.
     """
-    mesh = None if tp is pp is ep is None else (tp or 1, pp or 1, ep or 1)
     wanted = Wanted(
         select,
         dtype,
         rename,
-        mesh,
         stored,
         max_shard_size,
         codec,
@@ -229,6 +248,14 @@ def convert(
         keep_experts,
         drop_experts,
         upcycle,
+        tp,
+        pp,
+        ep,
+        etp,
+        vpp,
+        layout,
+        vocab_multiple,
+        ckpt_format,
     )
     if ema is not None and average is None:
         raise DataError("--ema is an average of steps of a run: add --average all, or --average last:5")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
-from itertools import product
 from typing import Any
 
 import typer
@@ -16,7 +15,7 @@ from ..core.names import natural
 from ..core.units import human_bytes, size_in_bytes
 from ..errors import DestinationError, LazyckptError, WorkerError
 from ..export.manifest import with_manifest
-from ..export.megatron import is_rank_folder, rank_folder
+from ..export.megatron import is_rank_folder, rank_folder, ranks_with_files
 from ..export.options import WriteOptions, complete
 from ..export.training import NotLoaded
 from ..export.writer import Forecast, Writer, carry_out, check_whole, free_at, plan_of_ranks
@@ -29,6 +28,7 @@ from ..jobs.remote import Remote
 from ..jobs.shares import folder_of_share, share_of
 from ..jobs.unfinished import record_of, unfinished
 from ..recipes.unquantized import SideFiles, with_config
+from ..reshaping import division
 from ..view import CheckpointView
 from .console import write_error
 from .targets import Wanted, prepared
@@ -107,16 +107,17 @@ def planned(
     view = prepared(with_config(source, place) if wanted.restacks else source, wanted, to)
     limit = MEMORY if memory is None else size_in_bytes(memory)
     ranks: dict[str, CheckpointView] = {}
-    if wanted.mesh is not None and to.by_rank:
-        tp, pp, ep = wanted.mesh
-        for p, e, t in product(range(pp), range(ep), range(tp)):
-            ranks[rank_folder(t, p, e, pp, ep)] = view.shard(tp=tp, pp=pp, ep=ep, rank={"tp": t, "pp": p, "ep": e})
+    if to.by_rank and wanted.division:
+        whole = division(**wanted.division)
+        for rank in ranks_with_files(whole):
+            folder = rank_folder(rank.tp, rank.pp, rank.ep, whole.mesh.pp, whole.mesh.ep)
+            ranks[folder] = view.shard(**wanted.division, rank=tuple(rank))
     assert to.forecast is not None
     options = complete({"memory": memory}, "convert")
     forecasts = [to.forecast(one, dest, options, **wanted.own(to)) for one in ranks.values() or [view]]
-    whole = reduce(Forecast.plus, forecasts)
+    forecast = reduce(Forecast.plus, forecasts)
     there = _exists(to, dest, bool(ranks))
-    return Job(src, place, source, view, ranks, to, dest, wanted, limit, whole, free_at(dest), kept(dest), there)
+    return Job(src, place, source, view, ranks, to, dest, wanted, limit, forecast, free_at(dest), kept(dest), there)
 
 
 def side_files(job: Job) -> SideFiles | None:
@@ -184,8 +185,6 @@ def run_job(
                 plans = {name: with_manifest(plan) for name, plan in plans.items()}
             plan = plan_of_ranks(plans, job.dest, options, is_rank_folder)
         else:
-            if job.wanted.mesh is not None:
-                own |= dict(zip(("tp", "pp", "ep"), job.wanted.mesh, strict=True))
             plan = job.to.plan(job.view, job.dest, options, **own)
         written = carry_out(plan, options)
     reasons = written.left_out

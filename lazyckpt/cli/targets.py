@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..adapting import apply_lora
 from ..core.dtypes import dtype_named
 from ..errors import DataError, FormatError
+from ..export.megatron import check_format
 from ..export.registry import convertible
 from ..export.writer import Writer
 from ..layouts.rename.table import ENDINGS, read_table
+from ..reshaping import division
 from ..view import CheckpointView
 from .choices import Change, changes
 from .options import matching
@@ -22,17 +25,22 @@ _ANY = (  # options that go with every format
     "select", "rename", "lora", "dequantize", "quantize", "quantize_skip", "layers", "keep_experts", "drop_experts",
     "upcycle",
 )  # fmt: skip
-_ONLY = {"max_shard_size": "have shards", "codec": "compresses"}
+_ONLY = {
+    "max_shard_size": "have shards",
+    "codec": "compresses",
+    "ckpt_format": "has several formats",
+}
+_DEGREES = ("tp", "pp", "ep", "etp", "vpp", "layout", "vocab_multiple")  # what says which rank has what
+_COUNTS = re.compile(r"\d{1,6}(,\d{1,6})*")  # layers of each stage
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The options that change the output. ``mesh`` has the degrees (tp, pp, ep); None if none was given."""
+    """The options that change the output. Degrees and counts are None unless they were given."""
 
     select: str | None
     dtype: str | None
     rename: str | None
-    mesh: tuple[int, int, int] | None
     stored: bool
     max_shard_size: str | None
     codec: str | None
@@ -44,10 +52,26 @@ class Wanted:
     keep_experts: str | None = None
     drop_experts: str | None = None
     upcycle: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    vpp: int | None = None
+    layout: str | None = None
+    vocab_multiple: int | None = None
+    ckpt_format: str | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return the options that were given."""
         return {name: value for name, value in asdict(self).items() if value not in (None, False, ())}
+
+    @property
+    def division(self) -> dict[str, Any]:
+        """The degrees and the distribution of layers that were given, as arguments of `CheckpointView.shard`."""
+        found = {name: getattr(self, name) for name in _DEGREES if getattr(self, name) is not None}
+        if self.layout is not None and _COUNTS.fullmatch(self.layout):
+            found["layout"] = [int(count) for count in self.layout.split(",")]
+        return found
 
     @property
     def restacks(self) -> bool:
@@ -66,6 +90,10 @@ class Wanted:
             found["max_shard_size"] = self.max_shard_size or "5GB"
         if "codec" in writer.options:
             found["codec"] = self.codec
+        if "ckpt_format" in writer.options and self.ckpt_format is not None:
+            found["ckpt_format"] = self.ckpt_format
+        if "mesh" in writer.options and not writer.by_rank:
+            found |= self.division
         if writer.dtypes and self.dtype is not None and not self.dequantize:
             found["dtype"] = self.dtype
         return found
@@ -93,13 +121,16 @@ def target_of(dest: str, to: str | None) -> Writer:
 def check(to: Writer, dest: str, wanted: Wanted) -> None:
     """Raise DataError for options that the format does not have."""
     for option, given in wanted.describe().items():
-        if given and option not in (*to.options, *_ANY):
-            named = "--tp, --pp, --ep" if option == "mesh" else "--" + option.replace("_", "-")
-            takers = [writer.name for writer in convertible() if option in writer.options]
-            why = to.refused.get(option, f"only {' and '.join(takers)} {_ONLY.get(option)}")
+        kind = "mesh" if option in _DEGREES else option
+        if given and kind not in (*to.options, *_ANY):
+            named = "--" + option.replace("_", "-")
+            takers = [writer.name for writer in convertible() if kind in writer.options]
+            why = to.refused.get(kind, f"only {' and '.join(takers)} {_ONLY.get(kind)}")
             raise DataError(f"{named} cannot be had with --to {to.name}: {why}")
-    if wanted.stored and (wanted.mesh or wanted.rename):
-        raise DataError("--stored writes tensors as they are stored: leave out --tp, --pp, --ep and --rename")
+    degrees = ["--" + option.replace("_", "-") for option in wanted.division]
+    changing = degrees if wanted.rename is None else [*degrees, "--rename"]
+    if wanted.stored and changing:
+        raise DataError(f"--stored writes tensors as they are stored: leave out {' and '.join(changing)}")
     if wanted.stored and (wanted.dequantize or wanted.quantize):
         raise DataError("--stored writes tensors as they are stored: leave out --dequantize and --quantize")
     if wanted.quantize_skip is not None and wanted.quantize is None:
@@ -118,9 +149,13 @@ def check(to: Writer, dest: str, wanted: Wanted) -> None:
     chosen = [option for option, text in experts.items() if text is not None]
     if len(chosen) > 1:
         raise DataError(f"{' and '.join(chosen)} exclude each other: leave one out")
-    restacking(wanted)  # raises for what is no list of numbers, before anything is read
-    if to.by_rank and wanted.mesh and dest.endswith(to.endings):
-        raise DataError(f"with --tp, --pp or --ep each rank gets a folder: {dest!r} has to be a folder's name")
+    # these raise for wrong values, before anything is read
+    restacking(wanted)
+    division(**wanted.division)
+    if wanted.ckpt_format is not None:
+        check_format(wanted.ckpt_format)
+    if to.by_rank and wanted.division and dest.endswith(to.endings):
+        raise DataError(f"with {degrees[0]} each rank gets a folder: {dest!r} has to be a folder's name")
 
 
 def restacking(wanted: Wanted) -> list[Change]:

@@ -64,11 +64,15 @@ class Division:
         The number of ranks that cut an expert's tensors; ``mesh.tp`` cut all others.
     pipeline
         The layers on the pipeline stages.
+    vocab_multiple
+        The number that the rows of a vocabulary on each tensor-parallel rank are padded to a multiple of. None: the one
+        in the source's arguments, else 1.
     """
 
     mesh: Mesh
     etp: int
     pipeline: Pipeline
+    vocab_multiple: int | None = None
 
 
 class Place(NamedTuple):

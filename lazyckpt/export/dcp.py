@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -163,21 +164,21 @@ def _add_meta(state: StateDict, view: View, lost: Lost) -> None:
         made = restored(value, str(top), tensor, lost)
         if made is None and value is not None:
             continue
-        for path, part in _leaves(made, (str(top),)) if apart else [((str(top),), made)]:
+        for path, part in flattened(made, (str(top),)) if apart else [((str(top),), made)]:
             key = ".".join(map(str, path))
             taken = key in state.paths or (groups and path[:2] == ours)
             if not taken and key not in known:
                 state.add(path, _whole(part))
 
 
-def _leaves(value: Any, path: Key) -> Iterator[tuple[Key, Any]]:
+def flattened(value: Any, path: Key) -> Iterator[tuple[Key, Any]]:
     """Flatten a value like `traverse_state_dict`: descend into dicts, and into lists that contain a tensor or dict."""
     if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
         for key, part in value.items():
-            yield from _leaves(part, (*path, str(key)))
+            yield from flattened(part, (*path, str(key)))
     elif isinstance(value, list) and not _terminal(value):
         for n, part in enumerate(value):
-            yield from _leaves(part, (*path, n))
+            yield from flattened(part, (*path, n))
     else:
         yield path, value
 
@@ -240,14 +241,19 @@ def files_of(tensors: Mapping[str, Writable]) -> Iterator[tuple[str, list[_Chunk
 
 
 def objects_of(objects: Mapping[str, Any]) -> tuple[bytes, dict[str, tuple[int, int]]]:
-    """Return the content of the file of all objects that are not tensors, and the (offset, size) of each object."""
+    """Return the content of the file of all objects that are not tensors, and the (offset, size) of each object. Equal
+    plain values are written once."""
     file = io.BytesIO()
-    spans = {}
+    spans: dict[str, tuple[int, int]] = {}
+    written: dict[object, tuple[int, int]] = {}
     for key, value in objects.items():
-        item = io.BytesIO()
-        torch.save(value, item)
-        spans[key] = file.tell(), len(item.getbuffer())
-        file.write(item.getbuffer())
+        same = repr(value) if type(value) in (bool, int, float, str, NoneType) else (key,)
+        if same not in written:
+            item = io.BytesIO()
+            torch.save(value, item)
+            written[same] = file.tell(), len(item.getbuffer())
+            file.write(item.getbuffer())
+        spans[key] = written[same]
     return file.getvalue(), spans
 
 

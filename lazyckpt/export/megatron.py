@@ -1,6 +1,7 @@
 """Megatron-LM's checkpoints: rank files (``--ckpt-format torch``), a file per tp, pp and ep rank, and a tracker file.
 
-The same model as a distributed checkpoint (``torch_dist``) is in `megatron_dist`.
+The same model as a distributed checkpoint (``torch_dist``) is in `megatron_dist`, as one of Megatron-FSDP
+(``fsdp_dtensor``) in `megatron_fsdp`.
 
 A rank's file has the tensors of `CheckpointView.shard`, of each model chunk of a stage under a key of its own
 (``model0``, ``model1``). Files are numbered by tensor-, pipeline- and expert-parallel ranks, so the
@@ -35,6 +36,7 @@ import io
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,17 +49,21 @@ from ..jobs.destination import Kind
 from ..jobs.plan import File, WritePlan
 from ..jobs.publish import fingerprint
 from ..layouts.megatron import flag, is_buffer
-from ..layouts.pipeline import PipelineLayout, pipeline_of
+from ..layouts.pipeline import PipelineLayout
 from ..layouts.ranks import division_of, mesh_of, place_of, world_size
 from ..lazy import LazyArray
-from .dcp import files_of, metadata_of, objects_of
+from ..reshaping import division
+from .dcp import Key, StateDict, files_of, metadata_of, objects_of
 from .megatron_dist import ABOUT, Keys, common, state_dict, value_of
+from .megatron_fsdp import check_division
+from .megatron_fsdp import state_dict as fsdp_state_dict
 from .megatron_model import EXTRA, HEAD_MODULE, Model, model_of
 from .options import WriteOptions
 from .torch import Held, Viewed, layout_of, leaves, replaced, row
 from .training import Lost
 from .writer import BY_NAMES, View, Writer, forecast_of_states, plan_of_folder
 
+CKPT_FORMATS = ("torch", "torch_dist", "fsdp_dtensor")
 TRACKER = "latest_checkpointed_iteration.txt"
 _RANK_FOLDER = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}")
 _PER_TENSOR = 1024  # approximate bytes of a tensor in a file besides its data
@@ -93,34 +99,38 @@ def _plan(
     distributed_optimizer: bool | None = None,
 ) -> WritePlan:
     lost: Lost = {}
-    division = division_of(mesh_of(tp, pp, 1, ep), etp, pipeline_of(pp, vpp, layout))
-    if ckpt_format not in ("torch", "torch_dist"):
-        raise DataError(
-            f"ckpt_format={ckpt_format!r}: Megatron's formats that can be written are 'torch', 'torch_dist'"
-        )
+    whole = division(tp, pp, 1, ep, etp, vpp, layout, vocab_multiple)
+    check_format(ckpt_format)
     if distributed_optimizer and ckpt_format == "torch":
         raise DataError("distributed_optimizer=True: it can be written with ckpt_format='torch_dist' only")
-    ranks = _ranks(division) if ckpt_format == "torch" else []
-    model = model_of(view, division, vocab_multiple, lost)
+    if ckpt_format == "fsdp_dtensor":
+        if distributed_optimizer is False:
+            raise DataError("distributed_optimizer=False: Megatron-FSDP always has it, leave the argument out")
+        check_division(whole)
+    ranks = ranks_with_files(whole) if ckpt_format == "torch" else []
+    model = model_of(view, whole, lost, one_optimizer=ckpt_format == "fsdp_dtensor")
     iteration = model.around["iteration"]
     folder = f"iter_{iteration:07d}" if iteration else "release"
     if ckpt_format == "torch_dist":
         if distributed_optimizer is None:
             distributed_optimizer = flag(view.meta.get("args"), "use_distributed_optimizer") is True
         return _plan_of_distributed(model, dest, options, folder, distributed_optimizer, lost)
+    if ckpt_format == "fsdp_dtensor":
+        state = fsdp_state_dict(model)
+        return _plan_of_dcp(state, dict(state.paths), dest, options, folder, model.around["iteration"], {}, lost)
     files: list[File] = []
     where: list[tuple[LazyArray, object]] = []
     bare: list[bytes] = []
     for rank in ranks:
         key = f"{folder}/{rank_folder(rank.tp, rank.pp, rank.ep, pp, ep)}/model_optim_rng.pt"
-        whole = model.file(rank)
-        held = list(leaves(whole))
+        content = model.file(rank)
+        held = list(leaves(content))
         for n, t in enumerate(held):
             if not isinstance(t, Held):
                 lazy = t.tensor if isinstance(t, Viewed) else t
                 where.append((lazy, (key, n, str(t.dtype), tuple(t.shape))))
-        bare.append(_saved(replaced(whole, lambda t: None)))
-        files.append(File(key, sum(t.nbytes for t in held), partial(layout_of, value=whole)))
+        bare.append(_saved(replaced(content, lambda t: None)))
+        files.append(File(key, sum(t.nbytes for t in held), partial(layout_of, value=content)))
     return plan_of_folder(
         dest,
         options,
@@ -159,32 +169,62 @@ def _plan_of_distributed(
         if state != "step"
     }
     modules = [name.removesuffix(EXTRA) for name in whole["model"] if name.endswith(EXTRA)]
-    objects = keys.objects(module for module in modules if module != HEAD_MODULE)
+    # (models/gpt/gpt_model.py `sharded_state_dict` leaves out the head's, models/mamba does not)
+    objects = keys.objects(module for module in modules if module != HEAD_MODULE or keys.hybrid)
     state = state_dict(states, objects, distributed)
+    beside = {
+        "common.pt": _saved(replaced(common(whole, distributed), value_of)),
+        "metadata.json": json.dumps(ABOUT).encode(),
+    }
+    return _plan_of_dcp(state, None, dest, options, folder, model.around["iteration"], beside, lost)
+
+
+def _plan_of_dcp(
+    state: StateDict,
+    paths: Mapping[str, Key] | None,
+    dest: str | os.PathLike[str],
+    options: WriteOptions,
+    folder: str,
+    iteration: int,
+    beside: Mapping[str, bytes],
+    lost: Lost,
+) -> WritePlan:
+    """Return the plan of a folder of torch.distributed.checkpoint for an iteration. ``paths``: see `dcp.metadata_of`;
+    ``beside`` are other files in it."""
     rows = list(files_of(state.tensors))
     serialized, spans = objects_of(state.objects)
-    metadata = metadata_of(state, rows, spans, None)
-    common_pt = _saved(replaced(common(whole, distributed), value_of))
+    metadata = metadata_of(state, rows, spans, paths)
     lazy = {key: t for key, t in state.tensors.items() if isinstance(t, LazyArray)}
-    texts = {f"{folder}/__0_0.distcp": serialized} if spans else {}
-    texts |= {f"{folder}/common.pt": common_pt, f"{folder}/metadata.json": json.dumps(ABOUT).encode()}
+    texts = {"__0_0.distcp": serialized, **beside} if spans else dict(beside)
+    where = [(t, (key, str(t.dtype), tuple(t.shape))) for key, t in lazy.items()]
     return plan_of_folder(
         dest,
         options,
         Kind("checkpoint of Megatron", (TRACKER,)),
         list(lazy.values()),
-        fingerprint([(t, (key, str(t.dtype), tuple(t.shape))) for key, t in lazy.items()], [common_pt, metadata]),
+        fingerprint(where, [*texts.values(), metadata]),
         [
             File(f"{folder}/{name}", sum(c.item.tensor.nbytes for c in chunks), partial(row, [c.item for c in chunks]))
             for name, chunks in rows
         ],
-        {**texts, f"{folder}/.metadata": metadata, TRACKER: str(model.around["iteration"] or "release").encode()},
+        {
+            **{f"{folder}/{name}": text for name, text in texts.items()},
+            f"{folder}/.metadata": metadata,
+            TRACKER: str(iteration or "release").encode(),
+        },
         lost,
         around=2048 * max((len(chunks) for _, chunks in rows), default=1),
     )
 
 
-def _ranks(division: Division) -> list[Rank]:
+def check_format(ckpt_format: str) -> None:
+    """Raise DataError for a name that is none of `CKPT_FORMATS`."""
+    if ckpt_format not in CKPT_FORMATS:
+        known = " and ".join(map(repr, CKPT_FORMATS))
+        raise DataError(f"ckpt_format={ckpt_format!r}: Megatron's formats that can be written are {known}")
+
+
+def ranks_with_files(division: Division) -> list[Rank]:
     """Return the ranks that write a file, in the order of stages. Raises MeshError if several would write the same."""
     mesh, etp = division.mesh, division.etp
     if mesh.tp % etp:
@@ -207,6 +247,6 @@ WRITER = Writer(
     what="Megatron's legacy rank files",
     plan=_plan,
     forecast=forecast_of_states,
-    options=frozenset({"dtype", "mesh"}),
+    options=frozenset({"dtype", "mesh", "ckpt_format"}),
     refused={"stored": BY_NAMES},
 )

@@ -96,7 +96,12 @@ class Model:
     def lazy(self, state: str, spec: TensorSpec) -> LazyArray:
         """Return a tensor, in the dtype that its state has."""
         tensor = LazyArray(self.store, spec)
-        if self.dtype is not None and state == "weights" and spec.dtype.is_floating_point:
+        if (
+            self.dtype is not None
+            and state == "weights"
+            and spec.dtype.is_floating_point
+            and not is_buffer(spec.name)  # (these are float32 in all runs)
+        ):
             tensor = tensor.astype(self.dtype)
         return tensor
 
@@ -113,14 +118,13 @@ class Model:
         return Viewed(tensor, (inner, experts * outer) if which == 1 else (experts * inner, outer))
 
 
-def model_of(view: View, division: Division, multiple: int | None, lost: Lost) -> Model:
+def model_of(view: View, division: Division, lost: Lost, one_optimizer: bool = False) -> Model:
+    """Return the model of a view. ``one_optimizer``: experts have none of their own, even on several ranks."""
     mesh = division.mesh
     if view.state not in WEIGHTS:
         raise DataError(f"rank files of Megatron hold weights and their states, this is a view of {view.state!r}")
     tensors, aliases = view.once()
     _check(tensors, division)
-    if multiple is not None and (type(multiple) is not int or multiple < 1):
-        raise DataError(f"vocab_multiple={multiple!r}: rows of a vocabulary are padded to a multiple of 1 or more")
     args = source_args(view.meta, lost)
     own = view.states[view.state]
     # a tied head is not a separate tensor of the model
@@ -133,21 +137,26 @@ def model_of(view: View, division: Division, multiple: int | None, lost: Lost) -
             states[state] = {name: renamed(t.spec, name) for name, t in part.items() if name in weights}
     tied = _HEAD not in weights
     dtype = _trained_in(args) if view.state == "fp32" else None
+    if view.format == "megatron-fsdp" and view.state == "weights" and "fp32" not in states:
+        dtype = _trained_in(args) if _usual(weights) == torch.float32 else None
+        if dtype is not None:  # its weights are the fp32 copies
+            states["fp32"] = {name: spec for name, spec in weights.items() if not is_buffer(name)}
     complete(args, weights, view.meta, tied, dtype or _usual(weights))
     if mesh.tp > 1 and heads_of({"args": args}) is None and any(".linear_qkv." in name for name in weights):
         raise DataError(
             f"tp={mesh.tp}: how many heads and groups linear_qkv has is not known, so it cannot be cut (the source has "
             "no args and no config.json): write it with tp=1"
         )
-    states = _padded_for(states, args, mesh.tp, multiple, lost)
+    states = _padded_for(states, args, division, lost)
     of_16_bits = dtype is not None or any(_is_half(spec.dtype.torch) for spec in states["weights"].values())
     unknown = [name for name in weights if _place(name) is None and not is_buffer(name)]
     if unknown and len(states) > 1:
         lost["optimizer"] = f"the place of {some(unknown)} among its parameters is not known: {NO_OPTIM}"
-    optimizer = None if unknown else optimizer_of(view, states, of_16_bits, mesh.ep, lost)
+    optimizer = None if unknown else optimizer_of(view, states, of_16_bits, 1 if one_optimizer else mesh.ep, lost)
     around = _around(view, optimizer, args, lost)
     of_rank_files(args, states["weights"], division, around["iteration"], lost)
-    wanted = ("weights", *(("fp32",) if of_16_bits else ()), *optimizer.states) if optimizer else ("weights",)
+    masters = ("fp32",) if of_16_bits and "fp32" in states else ()
+    wanted = ("weights", *masters, *(optimizer.states if optimizer else ()))
     index = Index("megatron", {state: states[state] for state in wanted}, {}, meta={**view.meta, "args": args})
     store = next(iter(tensors.values())).store
     return Model(store, index, division, args, optimizer, around, _extra(view, weights), dtype)
@@ -200,10 +209,10 @@ def _is_half(dtype: torch.dtype) -> bool:
 
 
 def _padded_for(
-    states: dict[str, dict[str, TensorSpec]], args: argparse.Namespace, tp: int, multiple: int | None, lost: Lost
+    states: dict[str, dict[str, TensorSpec]], args: argparse.Namespace, division: Division, lost: Lost
 ) -> dict[str, dict[str, TensorSpec]]:
-    """Give vocabularies the rows that this tensor-parallel degree needs: remove padding, or add zeros. ``multiple``:
-    the new make_vocab_size_divisible_by."""
+    """Give vocabularies the rows that this division needs: remove padding, or add zeros."""
+    tp, multiple = division.mesh.tp, division.vocab_multiple
     weights = states["weights"]
     rows = weights[EMBEDDING].shape[0] if EMBEDDING in weights else 0
     true = true_vocabulary(args, rows)

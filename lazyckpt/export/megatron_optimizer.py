@@ -84,6 +84,12 @@ class Optimizer:
             made.append(self._one(groups, members, tensors))
         return made if len(made) > 1 else made[0]
 
+    def options_of(self, shapes: Mapping[str, Shape]) -> dict[str, Mapping[str, Any]]:
+        """Return the options of each parameter's group."""
+        groups = {group: options for chained in self.chain for group, options in chained.items()}
+        decoupled = any(group.decoupled for group in groups)
+        return {name: groups[_group(name, shape, decoupled, len(self.chain) > 1)] for name, shape in shapes.items()}
+
     def _one(
         self,
         groups: Mapping[Group, Mapping[str, Any]],
@@ -173,7 +179,7 @@ def _nearness(theirs: Group, ours: Group) -> tuple[bool, ...]:
 def _options(group: Group, of: Group, theirs: Mapping[str, Any], step: int | None) -> dict[str, Any]:
     """Return the options of a group, derived from those of a group of the source."""
     kept = {k: v for k, v in theirs.items() if k not in ("params", "param_names", "step")}
-    decay = kept.get("weight_decay", 0.0) if group.decays else 0.0
+    decay = kept.get("weight_decay", 0.0) if group.decays or not of.decays else 0.0
     return {
         **({} if "wd_mult" in theirs else {**_OPTIONS, "bias_correction": True}),
         "lr_mult": 1.0,
@@ -193,13 +199,20 @@ def _of(group: Mapping[str, Any]) -> Group:
 
 
 def _source_groups(view: View) -> list[dict[str, Any]]:
-    """Return the groups of the source's optimizers: all of Megatron's if there are any, else the first list."""
+    """Return the groups of the source's optimizers: all of Megatron's if there are any, else the first list.
+
+    Megatron-FSDP saves the options of each parameter instead: equal ones are a group."""
     found = [
         [group for group in groups if isinstance(group, dict)]
         for groups in below(view.meta, "param_groups", 0)
         if isinstance(groups, list)
     ]
     megatrons = [group for groups in found for group in groups if "wd_mult" in group]
+    for options in below(view.meta, "param_to_group_meta", 0) if not megatrons else ():
+        each = options.values() if isinstance(options, dict) else ()
+        for group in each:
+            if isinstance(group, dict) and "wd_mult" in group and group not in megatrons:
+                megatrons.append(group)
     return megatrons or next((groups for groups in found if groups), [])
 
 

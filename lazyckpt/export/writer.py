@@ -178,7 +178,8 @@ class Writer:
     endings: tuple[str, ...] = ()
     """File extensions of destinations in this format."""
     options: frozenset[str] = frozenset()
-    """Format-specific options that `lazyckpt convert` offers: dtype, mesh, stored, max_shard_size, codec."""
+    """Format-specific options that `lazyckpt convert` offers: dtype, mesh (with what else says which rank has what),
+    stored, max_shard_size, codec, ckpt_format."""
     dtypes: tuple[str, ...] = ()
     """The dtypes that the format's own option ``dtype`` names, if they are not those of torch."""
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -188,7 +189,7 @@ class Writer:
     takes_parts: bool = False
     """Whether tensors of which only the name is known are left out; if False, they raise an error."""
     by_rank: bool = False
-    """Whether each rank of a mesh gets its own folder (`plan_of_ranks`); if not, the format has options tp, pp, ep."""
+    """Whether each rank of a mesh gets its own folder (`plan_of_ranks`); if not, ``plan`` takes the degrees."""
 
     def write(self, view: View, dest: Any, given: WriteOptions, **own: Any) -> WriteResult:
         """Write a view. ``own`` are options that only this format has."""

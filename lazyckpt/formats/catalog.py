@@ -20,7 +20,7 @@ from ..core.names import natural
 from ..errors import FormatError, LazyckptError, MissingFileError, Problem, only_one, some
 from ..io.storage.base import Entry, Store
 from . import links
-from .megatron.files import TRACKER, tracked
+from .megatron.files import TRACKER, marker_of, tracked
 from .orbax.steps import COMMITTED, is_step_name, is_temporary, steps, temporary
 from .reader import Reader, Source
 from .registry import checkpoints_in, is_checkpoint_file, only_checkpoint, recognising
@@ -220,6 +220,7 @@ def _finished(source: Source, saves: list[Save]) -> tuple[list[str], dict[str, s
     for last in LAST:
         if any(last in inside for inside in listed.values()):
             lacking |= {n: f"other checkpoints here have {last}" for n, inside in listed.items() if last not in inside}
+    lacking |= {name: f"{marker_of(name)} is beside it" for name in names if marker_of(name) in source.entries}
     done = tracked(source)
     if done is not None:  # of verl
         lacking |= {s.name: f"{TRACKER} still names {done}" for s in saves if s.counts.get("step", 0) > done}
@@ -320,7 +321,7 @@ def unfinished(store: Store, found: Sequence[Found]) -> dict[str, str]:
     """Return the unfinished checkpoints, which may be readable nevertheless, each with the evidence.
 
     The folder of an unfinished checkpoint lacks a file that its writer writes last (`LAST`) and that other folders
-    have, or its iteration is later than the one in the tracker of Megatron or verl."""
+    have, or its iteration is later than the one in the tracker of Megatron or verl, or NeMo's mark is beside it."""
     series: dict[str, list[str]] = {}
     for f in found:
         if f.is_dir and f.numbered and f.name:
@@ -337,6 +338,8 @@ def _unfinished(store: Store, series: Mapping[str, list[str]]) -> dict[str, str]
         for last in LAST:
             if any(last in inside for inside in listed.values()):
                 lines |= {n: f"others beside it have {last}" for n, inside in listed.items() if last not in inside}
+        around = listing(store, folder)
+        lines |= {n: f"{mark} is beside it" for n in names if (mark := marker_of(n.rpartition("/")[2])) in around}
         last_done = tracked(Source(store.below(folder) if folder else store))
         if last_done is not None:
             late = [(n, _ITERATION.fullmatch(n.rpartition("/")[2])) for n in names]

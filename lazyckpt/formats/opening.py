@@ -24,6 +24,7 @@ from .cache.folder import enabled
 from .cache.opening import Cached
 from .cache.state import folders_of, is_large, rules_text
 from .catalog import read_one
+from .megatron.files import marker_of
 from .reader import Source
 from .registry import read_index, recognising
 from .shared.wrappers import without_wrappers
@@ -184,7 +185,7 @@ def opened(
     if tag is None and (gone := links.lost(asked)):
         index = replace(index, problems=(*gone, *index.problems))
     if not is_url(url):  # listing a remote folder is expensive or impossible
-        index = _one_of_many(source, index)
+        index = _marked(source, _one_of_many(source, index))
     elif unknown := [path for path, pin in index.pins.items() if not (pin.version or pin.mtime_ns)]:
         line = (
             f"the server gives neither an ETag nor a time of modification for {unknown[0]}: if the file is replaced "
@@ -195,6 +196,18 @@ def opened(
     if index.guards:
         source.store.guards = dict(index.guards)
     return source.store, index
+
+
+def _marked(source: Source, index: Index) -> Index:
+    """Add a problem to the index of a checkpoint that NeMo has not finished to save."""
+    path = os.path.abspath(source.store.root)
+    mark = marker_of(os.path.join(path, source.path) if source.path else path)
+    if not os.path.exists(mark):
+        return index
+    line = (
+        f"{os.path.basename(mark)} is beside it: NeMo has not finished this save, and removes it when it starts again"
+    )
+    return replace(index, problems=(Problem("unfinished-save", line, source.path or None), *index.problems))
 
 
 def _one_of_many(source: Source, index: Index) -> Index:

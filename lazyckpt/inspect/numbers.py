@@ -58,13 +58,15 @@ def is_narrow(dtype: DType) -> bool:
     return dtype.itemsize <= 2 or dtype.name in ("float32", "complex32")
 
 
-def numbers(block: torch.Tensor) -> Array:
+def numbers(block: torch.Tensor, room: Array | None = None) -> Array:
     """Return the numbers of a contiguous CPU tensor as float32 or float64, perhaps over the same memory.
 
     Parameters
     ----------
     block
         Elements of any dtype of numbers, or `torch.float4_e2m1fn_x2`.
+    room
+        Memory for the result, at least 8 bytes for each element, as uint8; it is used if that saves allocating some.
 
     Returns
     -------
@@ -87,7 +89,11 @@ def numbers(block: torch.Tensor) -> Array:
         values: Array = _table(dtype)[codes]
         return values
     wide = dtype.itemsize > 2
-    out = np.empty(tuple(block.shape), np.float64 if wide else np.float32)
+    kind = np.dtype(np.float64 if wide else np.float32)
+    if room is None:
+        out = np.empty(tuple(block.shape), kind)
+    else:
+        out = room[: block.numel() * kind.itemsize].view(kind).reshape(tuple(block.shape))
     if prod(out.shape) == 0:
         return out
     if dtype == torch.bfloat16:  # the upper half of float32

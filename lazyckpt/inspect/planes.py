@@ -7,6 +7,7 @@ of the elements. So the same tensor has the same digits on any number of threads
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ Window = tuple[tuple[int, int], tuple[int, int]]
 """The rows and the columns of a part of a plane, as half-open intervals."""
 
 CELL = 24  # bytes of a result for an element
-_BLOCK = 1 << 17  # elements that are folded at a time: they stay in a core's cache
+_BLOCK = 1 << 20  # elements that are folded at a time: of fewer rows, reducing the columns would take longer
 _SAMPLE = 32 << 20  # bytes to read if a sample is enough
 _MOST = 1 << 44  # bytes that are read at most
 
@@ -389,6 +390,18 @@ def _grouped(blocks: Iterable[Block]) -> Iterator[list[Block]]:
         yield group
 
 
+_own = threading.local()
+
+
+def _room(count: int) -> Array:
+    """Return memory of this thread for the numbers of a block: to allocate it anew for each block takes longer than to
+    fold the block."""
+    room: Array | None = getattr(_own, "room", None)
+    if room is None or room.size < 8 * count:
+        room = _own.room = np.empty(8 * max(count, _BLOCK), np.uint8)
+    return room
+
+
 def _folded(number: int, group: Sequence[Block], start: Callable[[Sequence[Box]], F]) -> tuple[int, F]:
     fold = start([box for box, _, _ in group])
     for box, part, ahead in group:
@@ -401,5 +414,5 @@ def _folded(number: int, group: Sequence[Block], start: Callable[[Sequence[Box]]
         else:
             block = block.view(box.shape)
             for one in tiles(box.shape, _BLOCK):
-                fold.add(one.shift(box.start), numbers(block[one.slices]))
+                fold.add(one.shift(box.start), numbers(block[one.slices], _room(one.numel)))
     return number, fold

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CorruptError
 from ..io.reading.gather import BLOCK
 from ..io.storage.access import read_pieces
 from ..io.tensors import as_bytes
 from .places import PIECE
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 _NEAR = 1 << 20  # bytes of a piece that is copied unchanged from a local store: fits into a core's private cache
 _own = threading.local()

@@ -19,9 +19,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
-
-import torch
 
 from ..core.expr import leaves, structure
 from ..errors import DestinationError, LazyckptError, MissingFileError, WorkerError
@@ -32,6 +31,11 @@ from ..lazy import LazyArray
 from .guard import Owner, is_own, local_path, make_folder, own_folder, usual_mode
 from .ledger import read_ledger
 from .places import LEDGER, Folder
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 _ONCE = "once-"
 _lock = threading.Lock()

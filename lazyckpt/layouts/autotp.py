@@ -4,7 +4,8 @@ What deepspeed's AutoTP says depends on the version:
 
 * 0.16.4 to 0.18.8: nothing. Layers are cut by the names of their linear layers; embeddings and heads are whole.
 * 0.18.9 to 0.19.3: rows, sub-parameters and cut vocabularies. Neither columns nor what is whole are in any list.
-* 0.19.4 and 0.19.5: what is whole is listed as replicated, too. What is in no list is a column.
+* 0.19.4 and 0.19.5: what is whole is listed as replicated, too. What is in no list is a column. An embedding that a
+  partition_config cuts is listed as replicated, although each rank has some of its columns (`_slice_embedding`).
 * from 0.19.6: a geometric map of every parameter, or the reason why there is none.
 
 Until 0.19.5, fused query, key and value, and gate and up, are in no list, as if they were columns. They are cut part by
@@ -23,6 +24,7 @@ from ..core.box import Shape
 from .megatron import second_matrix
 from .merge import Merge, Rule, Source, concatenated, in_parts, replicated
 from .tables import pattern, patterns
+from .universal import universal_rules
 
 _OLD = "AutoTP of deepspeed before 0.19.6"
 _SAY = "say how with rules={...}; each shard reads on its own in view.stored"
@@ -73,6 +75,41 @@ def autotp_rules(info: Mapping[str, Any], config: Any, shapes: Mapping[str, Shap
             # a column needs a row after it: without one, a plan of the model leaves the module whole
             return _refused(f"{_OLD} lists no matrix of the same module that is cut along dimension 1"), known[1]
         return known
+
+    return Source(find)
+
+
+def described_rules(
+    info: Mapping[str, Any], config: Any, shapes: Mapping[str, Shape], family: Source
+) -> tuple[Source, ...]:
+    """Return the sources of rules of a checkpoint with universal_checkpoint_info, in order of precedence."""
+    if not uses_autotp(config):
+        return (universal_rules(info, family),)
+    return _sliced_rules(info, config, shapes), universal_rules(
+        info, family, autotp_rules(info, config, shapes, family)
+    )
+
+
+def _sliced_rules(info: Mapping[str, Any], config: Any, shapes: Mapping[str, Shape]) -> Source:
+    """Return the source of rules for embeddings that a partition_config may have cut, although the list says that they
+    are whole. Norms tell how wide the model is."""
+    wrong = bool(_section(config).get("partition_config")) and "affine_map" not in info and _lists_whole(info)
+    whole = _named(info.get("tp_replicated_parameter_patterns")) if wrong else set()
+    norms = {shape[0] for name, shape in shapes.items() if len(shape) == 1 and name.endswith(".weight")}
+
+    def rule(shards: Sequence[Shape]) -> Merge:
+        width, degree = shards[0][1], len(shards)
+        if width not in norms and any(width * degree == norm for norm in norms):
+            raise ValueError(
+                f"{_OLD} lists it as whole, but a rank has {width} of the {width * degree} columns that norms have: a "
+                f"partition_config has probably cut it: {_SAY}"
+            )
+        return replicated(shards)
+
+    def find(name: str) -> tuple[Rule, str] | None:
+        if name in whole and len(shapes.get(name, ())) == 2:
+            return rule, "tp_replicated_parameter_patterns, and the width of norms"
+        return None
 
     return Source(find)
 

@@ -27,12 +27,18 @@ def mesh_of(tp: int, pp: int, dp: int, ep: int) -> Mesh:
     return Mesh(tp, pp, dp, ep)
 
 
-def division_of(mesh: Mesh, etp: int | None = None, pipeline: Pipeline | None = None) -> Division:
+def division_of(
+    mesh: Mesh, etp: int | None = None, pipeline: Pipeline | None = None, vocab_multiple: int | None = None
+) -> Division:
     """Return the division of a model on a mesh. ``etp`` is the expert-tensor-parallel degree, by default ``mesh.tp``;
-    without a ``pipeline``, all stages have the same number of layers. Raises MeshError for a degree that is none."""
+    without a ``pipeline``, all stages have the same number of layers. Raises MeshError for a number below 1."""
     if etp is not None and (type(etp) is not int or etp < 1):
         raise MeshError(f"etp={etp!r}: a parallel degree is a number from 1 on")
-    return Division(mesh, etp or mesh.tp, pipeline or Pipeline(mesh.pp))
+    if vocab_multiple is not None and (type(vocab_multiple) is not int or vocab_multiple < 1):
+        raise MeshError(
+            f"vocab_multiple={vocab_multiple!r}: rows of a vocabulary are padded to a multiple of a number from 1 on"
+        )
+    return Division(mesh, etp or mesh.tp, pipeline or Pipeline(mesh.pp), vocab_multiple)
 
 
 def world_size(mesh: Mesh, etp: int | None = None) -> int:
@@ -118,7 +124,8 @@ def within(outer: Division, outer_place: Place, inner: Division, inner_place: Pl
     degrees = {axis: getattr(outer.mesh, axis) * getattr(inner.mesh, axis) for axis in _AXES}
     ranks = {axis: getattr(a, axis) * getattr(inner.mesh, axis) + getattr(b, axis) for axis in _AXES}
     place = Place(Rank(**ranks), outer_place.etp * inner.etp + inner_place.etp)
-    return Division(Mesh(**degrees), outer.etp * inner.etp, _both(outer.pipeline, inner.pipeline)), place
+    multiple = outer.vocab_multiple if inner.vocab_multiple is None else inner.vocab_multiple
+    return Division(Mesh(**degrees), outer.etp * inner.etp, _both(outer.pipeline, inner.pipeline), multiple), place
 
 
 def _both(outer: Pipeline, inner: Pipeline) -> Pipeline:

@@ -14,7 +14,7 @@ from typing import Any
 from ..core.box import Shape
 from ..core.index import Index
 from ..core.specs import TensorSpec
-from .autotp import autotp_rules, uses_autotp
+from .autotp import described_rules
 from .cut import as_merged
 from .families import family_rules
 from .llama import llama_rules
@@ -24,7 +24,6 @@ from .rename.apply import heads_of
 from .rename.pieces import Heads
 from .stages import is_stack
 from .tables import pattern, patterns
-from .universal import universal_rules
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -42,8 +41,9 @@ def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str
     shapes = {name: spec.shape for name, spec in specs.items()}
     args, info = index.meta.get("args"), index.meta.get("universal_checkpoint_info")
     by_shape = Source(lambda name: _first_matrix(name, shapes))
-    has_info = isinstance(info, dict) and bool(info)
-    universal = (_universal(info or {}, index.meta.get("ds_config"), shapes, is_gated(args)),) if has_info else ()
+    universal: tuple[Source, ...] = ()
+    if isinstance(info, dict) and info:
+        universal = described_rules(info, index.meta.get("ds_config"), shapes, family_rules(is_gated(args)))
     own: list[Source] = []
     if index.format == "llama":
         own.append(llama_rules(index.meta.get("params", {})))
@@ -55,12 +55,6 @@ def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str
         own.append(family_rules())
     stored = Source(lambda name: None if is_stack(name) else as_merged(specs.get(name)))
     return (user_rules(rules), stored, *universal, _remembered((*own, by_shape, Source(_by_name)), shapes))
-
-
-def _universal(info: Any, config: Any, shapes: Mapping[str, Shape], gated: bool | None) -> Source:
-    family = family_rules(gated)
-    autotp = autotp_rules(info, config, shapes, family) if uses_autotp(config) else None
-    return universal_rules(info, family, autotp)
 
 
 def _remembered(sources: Sequence[Source], shapes: Mapping[str, Shape]) -> Source:

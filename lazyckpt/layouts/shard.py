@@ -34,6 +34,7 @@ from .merge import Rule
 from .ranks import RankLike, place_of, within, world_size
 from .rules import heads_in, is_megatron, sources_of
 from .stages import Stages, expert_of, is_stack
+from .tables import pattern
 
 Piece = tuple[TensorSpec, Placement]
 
@@ -91,7 +92,7 @@ class _Plan:
         self.rule_of = sources_of(source, self.every, rules)
         self.widths = [(matcher(glob), rule["widths"]) for glob, rule in rules.items() if _has_widths(rule)]
         self.heads = heads_in(source)
-        self.multiple = _multiple(source.meta.get("args"))
+        self.multiple = division.vocab_multiple or _multiple(source.meta.get("args"))
         self.experts = _experts(self.every) if mesh.ep > 1 else {}
         self.stages = Stages(self.every, division.pipeline, is_megatron(source, self.every))
         self.cuts: dict[tuple[str, Shape, int, int], Known] = {}
@@ -220,6 +221,10 @@ class _Sharding:
             shape, ahead = (each, *shape[1:]), self.rank.ep * each
         found: Known = Placement(shape), ""
         degree, _ = self._cutting(name)
+        if degree == 1 and shape and self._pads(name):
+            rows = -(-shape[0] // self.plan.multiple) * self.plan.multiple
+            note = f"{rows - shape[0]:,} rows of padding behind the last" if rows > shape[0] else ""
+            return Placement((rows, *shape[1:]), Placement(shape).blocks), note
         if degree > 1 and 0 not in shape:
             try:
                 one = self._tensor_parallel(name, spec, shape)
@@ -236,6 +241,10 @@ class _Sharding:
         parts = tuple(replace(p, start=(p.start[0] + ahead, *p.start[1:])) for p in placement.blocks)
         return replace(placement, parts=parts), rule
 
+    def _pads(self, name: str) -> bool:
+        """Return whether the rows of a tensor are padded to the multiple that the division has."""
+        return self.plan.division.vocab_multiple is not None and pattern("model.vocabulary").search(name) is not None
+
     def _cutting(self, name: str) -> tuple[int, int]:
         """Return how many ranks cut a tensor, and this rank's index among them."""
         return (self.plan.division.etp, self.place.etp) if is_expert(name) else (self.mesh.tp, self.rank.tp)
@@ -247,9 +256,10 @@ class _Sharding:
         """
         degree, index = self._cutting(name)
         by_user = self.plan.rule_of[0].find(name) is not None
-        stored = regrouped(spec, degree, index, self.plan.heads) if not by_user and not is_stack(name) else None
-        if stored is not None:
-            return stored
+        if not by_user and not is_stack(name) and not self._pads(name):
+            stored = regrouped(spec, degree, index, self.plan.heads)
+            if stored is not None:
+                return stored
         rule = self.plan.rule(name)
         widths = next((widths for match, widths in self.plan.widths if match(name)), None)
         heads = None if by_user else self.plan.heads
@@ -422,7 +432,8 @@ def unsharded(shards: Sequence[Index]) -> Index:
 
 
 def _differing(a: Division, b: Division) -> tuple[Any, Any]:
-    return (a.mesh, b.mesh) if (a.etp, a.pipeline) == (b.etp, b.pipeline) else (a, b)
+    same = replace(a, mesh=b.mesh) == b
+    return (a.mesh, b.mesh) if same else (a, b)
 
 
 def _same(a: Index, b: Index) -> bool:

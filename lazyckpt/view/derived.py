@@ -211,6 +211,7 @@ class Derivable(Readable, Generic[View]):
         etp: int | None = None,
         vpp: int = 1,
         layout: str | Sequence[int] | None = None,
+        vocab_multiple: int | None = None,
         rank: int | tuple[int, ...] | Mapping[str, int],
         rules: Mapping[str, Any] | None = None,
     ) -> View:
@@ -242,6 +243,10 @@ class Derivable(Readable, Generic[View]):
             How many layers each stage has, if not all the same: a layout string of megatron-core such as
             ``"Ett|(tt|)*6,tL"``, or a list such as ``[3, 4, 4, 3]``. Several chunks of a stage are listed in the order
             of the pipeline.
+        vocab_multiple
+            Megatron's ``--make-vocab-size-divisible-by``: the rows of a vocabulary are padded with zeros to a multiple
+            of it times ``tp``. Rows that the source has are kept. By default the number in the source's arguments, else
+            1.
         rank
             Which rank: a global number (tp varies fastest, then ep, dp, pp), a tuple (tp, pp, dp, ep), or a mapping
             such as ``{"tp": 1}``. Where ``etp`` is not ``tp``, ranks are numbered as in Megatron, and not every tp rank
@@ -265,7 +270,7 @@ class Derivable(Readable, Generic[View]):
         DataError
             The view is a part below a prefix. Shard the whole view, then take the part.
         """
-        return self._of(of_rank(self, division(tp, pp, dp, ep, etp, vpp, layout), rank, rules or {}))
+        return self._of(of_rank(self, division(tp, pp, dp, ep, etp, vpp, layout, vocab_multiple), rank, rules or {}))
 
     # -- other layers and experts
 

@@ -245,7 +245,8 @@ class Writable(Derivable[View]):
         """Write the view as a checkpoint that Megatron-LM loads: rank files, or a distributed checkpoint.
 
         Names have to be megatron-core's: use ``view.rename("megatron")`` on other checkpoints.
-        `lazyckpt.export.megatron` and `lazyckpt.export.megatron_dist` describe the files.
+        `lazyckpt.export.megatron`, `lazyckpt.export.megatron_dist` and `lazyckpt.export.megatron_fsdp` describe the
+        files.
 
         Parameters
         ----------
@@ -262,8 +263,9 @@ class Writable(Derivable[View]):
             times ``tp``. By default that of the source's arguments, else 1.
         ckpt_format
             As in Megatron-LM: "torch" writes a file for each rank, "torch_dist" a distributed checkpoint, which any
-            layout loads. The degrees then are those in its ``args``, ``ep`` above 1 says that the run has an optimizer
-            for experts, and ``tp`` how a vocabulary is padded.
+            layout loads, "fsdp_dtensor" one for runs with ``--use-megatron-fsdp``. In the last two the degrees are
+            those in ``args``, ``tp`` says how a vocabulary is padded, and ``ep`` above 1 that a run that loads
+            "torch_dist" has an optimizer for experts.
         distributed_optimizer
             Whether the run that loads a distributed checkpoint has ``--use-distributed-optimizer``. By default what the
             source's arguments say, else False.

@@ -32,7 +32,8 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class MegatronSpec:
-    """One training run. ``dp``: data-parallel ranks of the dense part; experts are spread over ``ep`` of tp * dp."""
+    """One training run. ``dp``: data-parallel ranks of the dense part; experts are spread over ``ep`` of tp * dp.
+    ``hybrid``: a letter for each layer, M Mamba, * attention, - MLP, E experts."""
 
     tp: int = 1
     pp: int = 1
@@ -53,7 +54,7 @@ class MegatronSpec:
     qk_norm: bool = False
     mla: bool = False
     tied: bool = False
-    positions: Literal["rope", "learned_absolute"] = "rope"
+    positions: Literal["rope", "learned_absolute", "none"] = "rope"
     norm: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     bf16: bool = False
     experts: int | None = None
@@ -64,6 +65,7 @@ class MegatronSpec:
     distributed: bool = False
     layerwise: bool = False
     mtp: int | None = None
+    hybrid: str | None = None
     bucket: int | None = None
     first: int | None = None
     last: int | None = None
@@ -124,6 +126,13 @@ CASES: dict[str, MegatronSpec] = {
     "dp2_layerwise": MegatronSpec(dp=2, layers=3, groups=2, bf16=True, qkv_bias=True, layerwise=True, seed=27),
     "tp2_dp2_ep2_layerwise": MegatronSpec(tp=2, dp=2, ep=2, experts=4, etp=2, bf16=True, layerwise=True, seed=28),
     "tp2_dp2_mtp_distopt": MegatronSpec(tp=2, dp=2, mtp=1, groups=2, bf16=True, distributed=True, seed=29),
+    "tp2_hybrid": MegatronSpec(tp=2, layers=4, hybrid="M*-M", groups=2, positions="none", seed=40),
+    "ep2_hybrid": MegatronSpec(
+        dp=2, ep=2, layers=3, hybrid="EM*", experts=4, tied=True, bf16=True, positions="none", seed=41
+    ),
+    "pp2_dp2_hybrid_distopt": MegatronSpec(
+        pp=2, dp=2, layers=4, hybrid="MM*-", bf16=True, distributed=True, positions="none", seed=42
+    ),
 }
 
 
@@ -164,7 +173,8 @@ def load_case(folder: Path, name: str, kind: Literal["legacy", "dist"]) -> Case:
 def logits_alone(folder: Path) -> dict[str, dict[str, float]]:
     """Load all checkpoints into the model on one rank, by lazyckpt, in a child process: kind -> name -> how far its
     logits are from the parallel model's, at most, relative to their size."""
-    names = {"legacy": list(CASES), "dist": [name for name, spec in CASES.items() if not spec.grouped]}
+    there = [name for name in CASES if (folder / name).is_dir()]  # (not all are recorded)
+    names = {"legacy": there, "dist": [name for name in there if not CASES[name].grouped]}
     # (of grouped experts, distributed checkpoints have other names than the model)
     out = _run("megatron_alone", str(folder), json.dumps(names))
     found: dict[str, dict[str, float]] = json.loads(out.splitlines()[-1])
@@ -178,6 +188,8 @@ def config_of(spec: MegatronSpec, alone: bool = False) -> Any:
     """The model's configuration; ``alone``: on one rank."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from torch.nn import functional as F  # noqa: N812
+
+    from .megatron_hybrid import SIZES
 
     dtype = torch.bfloat16 if spec.bf16 else torch.float32
     values: dict[str, Any] = {
@@ -234,6 +246,8 @@ def config_of(spec: MegatronSpec, alone: bool = False) -> Any:
         }
     if spec.mtp:
         values |= {"mtp_num_layers": spec.mtp}
+    if spec.hybrid:
+        values |= {"is_hybrid_model": True, **SIZES}
     if not alone:
         values |= {
             "tensor_model_parallel_size": spec.tp,
@@ -257,7 +271,11 @@ def build(spec: MegatronSpec, alone: bool = False, vocab: int | None = None) -> 
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
+    from .megatron_hybrid import model as hybrid_model
+
     config = config_of(spec, alone)
+    if spec.hybrid:
+        return [hybrid_model(spec, config, vocab or spec.padded_vocab)]
     chunks = []
     for i in range((not alone and spec.vpp) or 1):
         stage = i if spec.vpp and not alone else None
@@ -302,7 +320,7 @@ def forward(model: Any, tokens: torch.Tensor, labels: torch.Tensor | None) -> to
     from .megatron_save import unwrap
 
     bare = unwrap(model)
-    predicts = bare.mtp_process, bare.config.mtp_num_layers
+    predicts = getattr(bare, "mtp_process", False), bare.config.mtp_num_layers
     if labels is None:  # what predicts further tokens is for training
         bare.mtp_process, bare.config.mtp_num_layers = False, None
     positions = torch.arange(8).expand(2, 8)
@@ -380,21 +398,26 @@ def _layerwise(options: Any, wrapped: list[Any]) -> Any:
 
 def train(
     spec: MegatronSpec, wrapped: list[Any], optimizer: Any, scheduler: Any, steps: int = STEPS, alike: bool = False
-) -> None:
-    """Train some steps. ``alike``: with the same data on all data-parallel ranks."""
+) -> list[float]:
+    """Train some steps. ``alike``: with the same data on all data-parallel ranks. Return the loss of each step, on the
+    last stage of the pipeline; elsewhere []."""
+    losses = []
     for step in range(steps):
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        run_schedule(spec, wrapped, step, alike=alike)
+        batches = run_schedule(spec, wrapped, step, alike=alike)
         optimizer.step()
         scheduler.step(increment=1)
+        losses += [sum(float(one["loss"]) for one in batches) / len(batches)] if batches else []
+    return losses
 
 
 def run_schedule(
     spec: MegatronSpec, chunks: list[Any], step: int, only_forward: bool = False, alike: bool = False
 ) -> Any:
-    """One pass of the pipeline's schedule; only forward: the logits of the last stage."""
+    """One pass of the pipeline's schedule: the losses of the microbatches on the last stage; only forward: the logits
+    there."""
     from megatron.core import mpu
     from megatron.core.pipeline_parallel import get_forward_backward_func
 

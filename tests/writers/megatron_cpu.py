@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from . import megatron_hybrid
+
 
 class OnCPU(TorchFunctionMode):
     """Every "cuda" is the CPU, and the CPU's tensors say that they are CUDA's."""
@@ -53,6 +55,7 @@ def patch() -> None:
     """Before anything of Megatron is made, in the process that forks the ranks."""
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions when it is imported
     sys.modules["grouped_gemm"] = _grouped_gemm()
+    sys.modules.update(megatron_hybrid.kernels())
 
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async

@@ -192,11 +192,7 @@ def _case(spec: MegatronSpec, rank: int, out: Path) -> None:
     fused = spec.dp > 1
     if fused:
         as_fused(optimizer, after=False)
-    for step in range(STEPS):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        run_schedule(spec, [model], step)
-        optimizer.step()
+    train(spec, model, optimizer, range(STEPS))
     if fused:
         as_fused(optimizer, after=True)
     save(spec, out / "ckpt", model, optimizer)
@@ -204,6 +200,18 @@ def _case(spec: MegatronSpec, rank: int, out: Path) -> None:
     if rank == 0:
         torch.save(truth, out / "truth.pt")
         (out / "info.json").write_text(json.dumps(asdict(spec) | {"world": spec.world}))
+
+
+def train(spec: MegatronSpec, model: Any, optimizer: Any, steps: range, alike: bool = False) -> list[float]:
+    """Train some steps. ``alike``: with the same data on all data-parallel ranks. Return the loss of each."""
+    losses = []
+    for step in steps:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        batches = run_schedule(spec, [model], step, alike=alike)
+        optimizer.step()
+        losses.append(sum(float(one["loss"]) for one in batches) / len(batches))
+    return losses
 
 
 def save(spec: MegatronSpec, root: Path, model: Any, optimizer: Any) -> None:

@@ -1,8 +1,9 @@
 """megatron-core goes on from checkpoints of rank files: what its ranks hold then, and after one more step.
 
 ``python -m tests.writers.megatron_resume FOLDER`` reads ``FOLDER/jobs.json``, name -> {"load": path, "spec": of the
-run}, and writes ``FOLDER/NAME.pt``: ``loaded`` and ``stepped`` (as :mod:`.megatron_truth` gathers them), ``logits`` and
-the ``iteration``. No package has megatron.training; its steps are followed here, each with the name of the function.
+run}, and writes ``FOLDER/NAME.pt``: ``loaded`` and ``stepped`` (as :mod:`.megatron_truth` gathers them), ``logits``,
+the ``iteration``, and the ``losses`` of that step and of the next one. No package has megatron.training; its steps are
+followed here, each with the name of the function.
 """
 
 from __future__ import annotations
@@ -97,12 +98,14 @@ def _prepare_adamw(spec: MegatronSpec, chunks: list[Any], optimizer: Any, schedu
     """Prepare the distributed optimizer for loading, which it does only with Transformer Engine's FusedAdam: torch's
     AdamW has to have done a step, and keeps its count of steps, which the groups have, with each parameter."""
     train(spec, chunks, optimizer, scheduler, steps=1, alike=True)
+    scheduler.num_steps = 0  # (loading adds to it)
     for one in optimizer.chained_optimizers:
 
         def set_states(
             parameter: Any, tensors: Any, one: Any = one, real: Any = one._set_main_param_and_optimizer_states
         ) -> None:
-            real(parameter, one._get_main_param_and_optimizer_states(parameter) | tensors)
+            with torch.no_grad():  # (of float32 weights, the copies are views of them)
+                real(parameter, one._get_main_param_and_optimizer_states(parameter) | tensors)
 
         one._set_main_param_and_optimizer_states = set_states
 
@@ -133,8 +136,10 @@ def load_dist(folder: Path, spec: MegatronSpec, chunks: list[Any], optimizer: An
         return 0
     optimizer.load_state_dict(state["optimizer"])
     for one in optimizer.chained_optimizers if spec.distributed else ():
-        for states in one.optimizer.state.values():  # (they share one count, which each parameter would raise)
-            states["step"] = states["step"].clone()
+        for group in one.optimizer.param_groups:  # (they share one count, which each parameter would raise)
+            for p in group["params"]:
+                states = one.optimizer.state[p]
+                states["step"] = torch.as_tensor(float(group.get("step", states["step"])))
     scheduler.load_state_dict(state["opt_param_scheduler"])
     return int(state["iteration"])
 
@@ -155,8 +160,12 @@ def _job(root: Path, spec: MegatronSpec, rank: int, out: Path) -> None:
         found["loaded"] = megatron_truth.gather(spec, chunks, optimizer)
         for chunk in chunks:
             chunk.train()
-        train(spec, chunks, optimizer, scheduler, steps=1, alike=True)
+        losses = train(spec, chunks, optimizer, scheduler, steps=1, alike=True)
         found["stepped"] = megatron_truth.gather(spec, chunks, optimizer)
+        losses += train(spec, chunks, optimizer, scheduler, steps=1, alike=True)
+        everyone: list[list[float]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(everyone, losses)
+        (found["losses"],) = {tuple(one) for one in everyone if one}  # (the same on all ranks of the last stage)
     if rank == 0:
         torch.save(found, out)
 

@@ -29,7 +29,13 @@ def args_of(spec: MegatronSpec) -> argparse.Namespace:
     from megatron.core.enums import ModelType
     from megatron.core.transformer.enums import AttnBackend
 
+    from .megatron_hybrid import SIZES
+
+    hybrid: dict[str, Any] = {}
+    if spec.hybrid:
+        hybrid = {"hybrid_override_pattern": spec.hybrid, "is_hybrid_model": True, **SIZES}
     return argparse.Namespace(
+        **hybrid,
         tensor_model_parallel_size=spec.tp,
         pipeline_model_parallel_size=spec.pp,
         virtual_pipeline_model_parallel_size=spec.vpp,
@@ -74,7 +80,7 @@ def args_of(spec: MegatronSpec) -> argparse.Namespace:
         overlap_grad_reduce=spec.bucket is not None,
         ddp_bucket_size=spec.bucket,
         ckpt_format="torch",
-        transformer_impl="local",
+        transformer_impl="transformer_engine" if spec.hybrid else "local",
         use_legacy_models=False,
         decoder_first_pipeline_num_layers=spec.first,
         decoder_last_pipeline_num_layers=spec.last,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .megatron_core import MegatronSpec
+from .megatron_hybrid import parts
 from .megatron_save import unwrap
 
 States = dict[str, dict[str, Tensor]]
@@ -72,13 +73,17 @@ def _rank_tensors(spec: MegatronSpec, model: Any, states: dict[int, dict[str, An
             "spans": spans,
             "shape": tuple(tensor.shape),
             "rank": rank,
-            "cut": (p.partition_dim, p.partition_stride) if cut else None,
+            "cut": (getattr(p, "partition_dim", 0), getattr(p, "partition_stride", 1)) if cut else None,
             "dp": mpu.get_expert_data_parallel_rank() if expert else mpu.get_data_parallel_rank(),
             "stack": None,
         }
         if isinstance(parent, GroupedMLP):
             how["stack"] = (mpu.get_expert_model_parallel_rank(), parent.num_local_experts, spec.gated)
             how["cut"] = ("grouped", name.rpartition(".")[2]) if size > 1 else None
+        before, found_mixer, tail = name.partition(".mixer.")
+        widths = parts(modules[f"{before}.mixer"], tail) if found_mixer else None
+        if widths is not None:
+            how["cut"] = ("parts", widths) if size > 1 else None
         found[_whole_name(name, modules)] = how
     return found
 
@@ -147,6 +152,10 @@ def _whole(name: str, state: str, shards: list[dict[str, Any]]) -> Tensor:
             for other in locals_[1:]:
                 assert torch.equal(locals_[0], other), (name, state)
             stacks.append(locals_[0])
+        elif cut[0] == "parts":
+            stacks.append(
+                torch.cat([part for pieces in zip(*(t.split(cut[1]) for t in locals_), strict=True) for part in pieces])
+            )
         elif cut[0] == "grouped":
             gated = shards[0]["stack"][2] and cut[1] == "weight1"
             dim = -1 if cut[1] == "weight1" else 1

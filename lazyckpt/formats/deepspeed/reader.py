@@ -19,11 +19,11 @@ from ...io.containers.pickle.plain import Plain
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.pickle.records import Opaque
 from ...io.containers.torch_file import TorchFile
-from ...layouts.autotp import autotp_rules, uncut_rules, undescribed_rules, uses_autotp
+from ...layouts.autotp import autotp_rules, described_rules, uncut_rules, undescribed_rules, uses_autotp
 from ...layouts.families import family_rules
 from ...layouts.merge import Source as RuleSource
 from ...layouts.merge import replicated, user_rules
-from ...layouts.universal import joined, universal_rules
+from ...layouts.universal import joined
 from ..reader import Reader, Source
 from ..shared.announce import announce
 from ..shared.rank_shards import Shards, update
@@ -286,12 +286,11 @@ def merge_rules(source: Source, stages: Mapping[int, Stage]) -> tuple[RuleSource
     config = model.get("ds_config")
     shapes = {n: t.shape for n, t in tensors_in(first.file, model.get("module")).items()}
     shapes |= {n: s for group in first.groups for n, s in group.items()}
-    autotp = autotp_rules(known, config, shapes, family) if uses_autotp(config) else None
     own: tuple[RuleSource, ...] = ()
     if known:
-        own = (universal_rules(known, family, autotp),)
-    elif autotp is not None:
-        own = (uncut_rules(),) if alike(stages) else (autotp,)
+        own = described_rules(known, config, shapes, family)
+    elif uses_autotp(config):
+        own = (uncut_rules() if alike(stages) else autotp_rules(known, config, shapes, family),)
     elif args is None:
         own = (undescribed_rules(shapes),)
     return (user_rules(source.rules), RuleSource(lambda name: _BUFFER if name in buffers else None), *own, family)

@@ -32,6 +32,7 @@ from ...layouts.merge import decide, user_rules
 from .. import torch_save as torchsave
 from ..dcp import reader as dcp
 from ..dcp.chunks import ChunkBytes, in_chunks
+from ..dcp.metadata import Item
 from ..huggingface import has_weights
 from ..reader import Reader, Source
 from ..shared.announce import announce, announce_folders, listing
@@ -55,8 +56,8 @@ _MAX_CHUNKS = 1 << 24
 
 
 def in_folder(store: Store, folder: str = "") -> Member:
-    """Index the arrays of a folder, and its objects except ``_extra_state``. Damaged ones are reported. Raises the
-    first error if all arrays are damaged."""
+    """Index the arrays of a folder, and its objects. Damaged ones are reported. Raises the first error if all arrays
+    are damaged."""
     tensors: dict[str, tuple[Path, TensorSpec]] = {}
     problems: list[Problem] = []
     files: dict[str, FileInfo] = {}
@@ -66,7 +67,8 @@ def in_folder(store: Store, folder: str = "") -> Member:
     announce_folders(store, folders.values())
     inside = {key: listing(store, below) for key, below in folders.items()}
     announce(store, [f"{below}/.zarray" for key, below in folders.items() if ".zarray" in inside[key]])
-    objects = [key for key in folders if ".zarray" not in inside[key] and not key.endswith("_extra_state")]
+    unwanted: dict[str, tuple[Path, Item]] = {}
+    objects = [key for key in folders if ".zarray" not in inside[key] and not key.endswith(EXTRA)]
     announce(store, [f"{folders[key]}/{name}" for key in objects for name in inside[key] if name.endswith(".pt")])
     for key, below in folders.items():
         listed = inside[key]
@@ -78,8 +80,13 @@ def in_folder(store: Store, folder: str = "") -> Member:
                 problems.append(Problem("unreadable-file", f"{key!r} cannot be read: {e}", below))
                 continue
             files |= {f"{below}/{name}": e.info for name, e in listed.items() if not e.is_dir}
-        elif not key.endswith("_extra_state"):
+        else:
             for name in sorted(n for n in listed if n.endswith(".pt")):
+                if key.endswith(EXTRA):
+                    path, info = f"{below}/{name}", listed[name].info
+                    unwanted[f"{key}/{name.removesuffix('.pt')}"] = (key,), Item(path, 0, info.size)
+                    files[path] = info
+                    continue
                 try:
                     one = torch_member(store, f"{below}/{name}", f"{key}/{name.removesuffix('.pt')}.")
                 except LazyckptError as e:
@@ -97,6 +104,7 @@ def in_folder(store: Store, folder: str = "") -> Member:
         meta=meta,
         named=lambda rest: meta,
         files=files,
+        unwanted=unwanted,
         problems=problems,
     )
 

@@ -187,6 +187,17 @@ def unfinished(source: Source, folder: str) -> list[Problem]:
     ]
 
 
+def marker_of(name: str) -> str:
+    """Return the name, or path, of the empty file that NeMo keeps beside a checkpoint until its save is finished
+    (nemo/lightning/pytorch/callbacks/model_checkpoint.py and nemo/utils/callbacks/nemo_model_checkpoint.py
+    `format_checkpoint_unfinished_marker_path`).
+
+    >>> marker_of("step=99.ckpt")
+    'step=99-unfinished'
+    """
+    return f"{name.removesuffix('.nemo').removesuffix('.ckpt').removesuffix('-EMA')}-unfinished"
+
+
 def tracked(source: Source) -> int | None:
     """Return the iteration that a folder's tracker names; None if there is no tracker, or if it names the release."""
     text = _tracker(source, strict=False)

@@ -155,7 +155,7 @@ def staged(names: Iterable[str], starts: Mapping[tuple[int, int], int], counts: 
             found[name] = stages[layer]
         elif name.startswith("embedding."):
             found[name] = first
-        elif name.startswith(("decoder.final_layernorm.", "mtp.", "output_layer.")):
+        elif name.startswith(("decoder.final_layernorm.", "decoder.final_norm.", "mtp.", "output_layer.")):
             found[name] = last
         else:
             raise ValueError(f"the pipeline stage of {name!r} is not known")

@@ -22,7 +22,7 @@ from ...core.box import Shape
 from ...core.flat import Interval, Joined
 from ...core.fragments import fragment_boxes
 from ...core.specs import TensorSpec
-from ...layouts.megatron import Degrees, degrees, flag, is_buffer, is_expert, number, place
+from ...layouts.megatron import Degrees, degrees, flag, fused_parts, is_buffer, is_expert, number, place
 from ...layouts.merge import Merge, concatenated, in_parts, replicated
 from ...layouts.tables import pattern
 from .buckets import Place, chunk_ends, ends_of, ranks_of, walk
@@ -72,6 +72,7 @@ class _Model:
     source: str
     stages: Mapping[str, tuple[int, int]]
     weights: Mapping[str, TensorSpec]
+    args: Any
     merges: dict[tuple[str, Shape, int], Merge] = field(default_factory=dict)
 
     def ranks(self, name: str) -> int:
@@ -85,7 +86,7 @@ class _Model:
         key = (_NUMBERS.sub("", name), spec.shape, self.ranks(name))
         found = self.merges.get(key)
         if found is None:
-            found = self.merges[key] = _merge_of(spec, self.ranks(name))
+            found = self.merges[key] = _merge_of(spec, self.ranks(name), self.args)
         return found
 
 
@@ -195,11 +196,13 @@ def _model(sets: Sets, weights: Mapping[str, TensorSpec], args: Any, source: str
     counts = planned(args, d.pp, chunks)
     if not counts:
         raise ValueError(f"{source} do not tell which layers each pipeline stage has")
-    return _Model(d, source, staged(names, offsets(d.pp, chunks, counts), counts), weights)
+    return _Model(d, source, staged(names, offsets(d.pp, chunks, counts), counts), weights, args)
 
 
-def _merge_of(spec: TensorSpec, ranks: int) -> Merge:
+def _merge_of(spec: TensorSpec, ranks: int, args: Any) -> Merge:
     boxes = _boxes(spec)
+    if ranks == 1:  # (blocks are then parts that are stored one by one)
+        return replicated([spec.shape])
     cut = [d for d in range(len(spec.shape)) if len({start[d] for start, _ in boxes}) > 1]
     if not cut:
         return replicated([spec.shape] * ranks)
@@ -208,8 +211,10 @@ def _merge_of(spec: TensorSpec, ranks: int) -> Merge:
         width, rest = divmod(spec.shape[dim], ranks)
         shapes = [(*spec.shape[:dim], width, *spec.shape[dim + 1 :])] * ranks
         pieces = 2 if len(boxes) == 2 * ranks and dim == 0 and pattern("megatron.fc1").fullmatch(spec.name) else 1
-        if not rest and len(boxes) == pieces * ranks:
-            merged = (in_parts(dim, 2) if pieces == 2 else concatenated(dim))(shapes)
+        fused = fused_parts(spec.name, args)  # of Mamba layers and delta nets
+        if not rest and len(boxes) == (len(fused) if fused else pieces) * ranks:
+            rule = in_parts(dim, [size for _, size in fused]) if fused else in_parts(dim, 2) if pieces == 2 else None
+            merged = (rule or concatenated(dim))(shapes)
             targets = [one.target(part) for one in merged.placements for part in one.blocks]
             if boxes == {(box.start, box.stop) for box in targets}:
                 return merged
