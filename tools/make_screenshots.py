@@ -39,6 +39,12 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }  # the sizes of models that are written for pictures
+# Whether a page of the explorer has loaded what it shows.
+READY = """document.querySelector('h2, [role=tree]') && [...document.querySelectorAll('.quiet, [role=status]')].every((one) =>
+    one.getBoundingClientRect().bottom > innerHeight || !/ing\\b.*…$/.test(one.textContent.trim()))"""
+# Takes a folder out of all paths that a page shows.
+SHORTEN = """const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walk.nextNode()) walk.currentNode.data = walk.currentNode.data.replaceAll(arguments[0], "");"""
 NAME = "model.layers.1.mlp.down_proj.weight"
 PAGE = "<!doctype html><meta charset=utf-8><style>body {{margin: {margin}; background: {back}}}</style>{body}"
 TERMINAL = (
@@ -267,8 +273,7 @@ def shoot_explorer(
     then: Callable[[Any], None] = lambda driver: None,
     other: str | None = None,
 ) -> None:
-    """A PNG of a page of the explorer, 1,280 pixels wide, in at most 256 colours."""
-    from PIL import Image
+    """A PNG of a page of the explorer, 1,280 pixels wide."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -284,17 +289,14 @@ def shoot_explorer(
             driver.get(server.url)  # sets the cookie
             driver.get(f"{server.url.partition('?')[0]}#/{link}")
             then(driver)
-            wait_for(
-                driver,
-                "document.querySelector('h2, [role=tree]') && !/(ing|Reading) [^.]*…/.test(document.body.innerText)",
-            )
+            wait_for(driver, READY)
+            driver.execute_script(SHORTEN, f"{folder.resolve()}/")
             inner = driver.execute_script("return innerHeight")
             driver.set_window_size(1280, height + height - inner)
             time.sleep(1)  # canvases are drawn in the next frames
             driver.save_screenshot(str(target))
         finally:
             driver.quit()
-    Image.open(target).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
 def wait_for(driver: Any, condition: str) -> None:
@@ -306,6 +308,14 @@ def wait_for(driver: Any, condition: str) -> None:
 
 def save(figure: Any, target: Path) -> None:
     figure.savefig(target, dpi=100, metadata={"Software": None})
+
+
+def lighten(target: Path) -> None:
+    """Keep at most 256 colours of a PNG, which makes the file a third."""
+    from PIL import Image
+
+    picture = Image.open(target).convert("RGB")
+    picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
 def main() -> int:
@@ -320,6 +330,7 @@ def main() -> int:
         for name in sys.argv[1:] or drawings:
             target = FOLDER / f"{name}.png"
             drawings[name](Path(folder), target)
+            lighten(target)
             print(f"{target}: {target.stat().st_size:,} bytes")
     return 0
 
