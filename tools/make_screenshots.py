@@ -40,7 +40,8 @@ SMALL = {
     "num_key_value_heads": 2,
 }  # the sizes of models that are written for pictures
 # Whether a page of the explorer has loaded what it shows.
-READY = """document.querySelector('h2, [role=tree]') && [...document.querySelectorAll('.quiet, [role=status]')].every((one) =>
+READY = """document.querySelector('h2, [role=tree]') && [...document.querySelectorAll('.quiet, [role=status]')].every(
+    (one) =>
     one.getBoundingClientRect().bottom > innerHeight || !/ing\\b.*…$/.test(one.textContent.trim()))"""
 # Takes a folder out of all paths that a page shows.
 SHORTEN = """const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
