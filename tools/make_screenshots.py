@@ -31,7 +31,7 @@ from lazyckpt import demo
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 CHROMIUM = os.environ.get("CHROMIUM", "chromium")
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
     "intermediate_size": 96,
