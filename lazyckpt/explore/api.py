@@ -35,6 +35,8 @@ _MODULES = (
     "endpoints.ranks",
     "endpoints.tensor",
     "endpoints.values",
+    "endpoints.compare",
+    "endpoints.run",
 )  # modules with a dictionary ENDPOINTS: path -> function
 _KEPT = 64 << 20  # bytes of answers that an explorer keeps
 _STATUS = (
