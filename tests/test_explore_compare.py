@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -191,7 +192,7 @@ def test_courses_are_those_of_torch(run: Explorer, steps: dict[int, Tensors]) ->
     truth = {
         "norm": [float(t.double().norm()) for t in line],
         "drift": [_relative(line[0], t) for t in line[1:]],
-        "change": [_relative(a, b) for a, b in zip(line, line[1:], strict=False)],
+        "change": [_relative(a, b) for a, b in pairwise(line)],
         "towards": [_cosine(t, line[-1]) for t in line],
     }
     for quantity, expected in truth.items():

@@ -1,8 +1,8 @@
 """The course of a run: a quantity of every parameter, by kind and layer, at every step.
 
 Besides the quantities of single checkpoints (`QUANTITIES` of inspect/layers.py), which need one step at a time, there
-are those of `CHANGES`, which compare a step with another one. Each step is read once, or twice if it is compared with the
-step before.
+are those of `CHANGES`, which compare a step with another one. Each step is read once, or twice if it is compared with
+the step before.
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from ...inspect.planes import Plane, Window, plane_of
 from ...lazy import LazyArray
 from ..query import Query
 
-
 _ROW = 64  # numbers that fit into one row
 
 

@@ -3,7 +3,9 @@
 import type { ComponentType } from "preact";
 import type { About } from "./api";
 import { ArchitecturePage } from "./pages/architecture";
+import { ComparePage } from "./pages/compare";
 import { RanksPage } from "./pages/ranks";
+import { RunPage } from "./pages/run";
 import { TensorPage } from "./pages/tensor";
 import { TreePage } from "./pages/tree";
 
@@ -20,5 +22,7 @@ export const PAGES: Page[] = [
   { id: "tree", title: "Tensors", component: TreePage, shown: () => true },
   { id: "tensor", title: "Tensor", component: TensorPage, shown: () => true },
   { id: "architecture", title: "Architecture", component: ArchitecturePage, shown: () => true },
+  { id: "compare", title: "Compare", component: ComparePage, shown: ({ kind }) => kind === "comparison" },
+  { id: "run", title: "Run", component: RunPage, shown: ({ kind }) => kind === "run" },
   { id: "ranks", title: "Ranks", component: RanksPage, shown: ({ sides }) => sides.some((side) => side.files > 1) },
 ];
