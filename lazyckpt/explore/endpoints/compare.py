@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.specs import kind_of
 from ...derive.arithmetic import difference
+from ...derive.sources import place_of
 from ...errors import DataError, TensorNotFoundError, printable
 from ...inspect.architecture import layer_and_kind
 from ...inspect.diff import Difference, Status, diff
@@ -55,7 +56,7 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``names``, how many there are in both together; ``both``, how many tensors can be compared; ``nbytes``, how much
+        ``paths``, where the two are; ``names``, how many there are in both together; ``both``, how many tensors can be compared; ``nbytes``, how much
         that reads; ``counts``, status -> number of names; ``changed``, at most 5,000 lists of name, status, and dtype
         and shape (or the reason why it cannot be read) on both sides; ``changed_in_all``; ``prefix``, null or what all
         names of one checkpoint have in front in the other, and their number; ``kinds`` with their ``labels``;
@@ -73,6 +74,7 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     listed = [[name, "unreadable", printable(str(why)), None] for name, why in lost]
     listed += [[row.name, row.status, row.a, row.b] for row in changed[:_CHANGED]]
     return {
+        "paths": [printable(place_of(view)) for view in (subject.view, subject.other) if view is not None],
         "names": len(found.names),
         "both": sum(row.status in ("equal", "dtype") for row in found.rows),
         "nbytes": found.ends[-1],

@@ -6,6 +6,7 @@ import { ApiError } from "../transport";
 import type { Difference } from "./fold";
 
 export interface Compared {
+  paths: [string, string];
   names: number;
   both: number;
   nbytes: number;

@@ -16,18 +16,18 @@ import { grouped, shownName } from "../ui/text";
 
 const MOST = 512; // rows and columns of cells of the whole
 
-export function DifferencePicture({ name }: { name: string }) {
+export function DifferencePicture({ name, paths }: { name: string; paths: [string, string] }) {
   const { api, route } = useExplorer();
   const { state } = route.params;
   const facts = useLoaded((signal) => api.json<Facts>("tensor", { name, state }, signal), [name, state]);
   if (!api.live) return <p class="quiet">A report holds no pictures of differences: `lazyckpt serve A B` shows them.</p>;
   if (facts.error) return <Failure error={facts.error} />;
   if (!facts.value || facts.value.name !== name) return <p class="compare-wait quiet">reading {shownName(name)} …</p>;
-  return <Picture key={`${name}/${state}`} facts={facts.value} />;
+  return <Picture key={`${name}/${state}`} facts={facts.value} paths={paths} />;
 }
 
-function Picture({ facts }: { facts: Facts }) {
-  const { api, about, route, go } = useExplorer();
+function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
+  const { api, route, go } = useExplorer();
   const { params } = route;
   const { name } = facts;
   const plane = useMemo(() => planeOf(facts, params), [facts, params["dims"], params["at"]]);
@@ -54,7 +54,7 @@ function Picture({ facts }: { facts: Facts }) {
     if (plane.ndim === 1) return `[${row * (plane.wrap ?? 0) + col}]`;
     return `[${Array.from({ length: plane.ndim }, (_, n) => (n === plane.row ? row : n === plane.col ? col : (plane.at.get(n) ?? ":"))).join(", ")}]`;
   };
-  const [a, b] = about.sides.map(({ root }) => pyText(root)) as [string, string];
+  const [a, b] = paths.map(pyText) as [string, string];
   return (
     <Figure
       title="A − B"

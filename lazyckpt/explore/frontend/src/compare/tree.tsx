@@ -45,7 +45,7 @@ export function DifferenceTree({ kinds, folds, open, onOpen, active, onName, col
     const row = "row" in line ? line.row : line.single ? line.fold.rows[0]! : undefined;
     const below = "row" in line;
     const fold = below ? undefined : line.fold;
-    const relative = fold ? fold.relative : line && below ? line.row.relative : null;
+    const relative = (row ?? fold!.worst).relative;
     const text = row ? row.name : kinds[(line as { kind: number }).kind]!;
     return (
       <div
@@ -68,7 +68,7 @@ export function DifferenceTree({ kinds, folds, open, onOpen, active, onName, col
           <span class="compare-swatch" style={{ background: relative ? colour(relative) : undefined }} aria-hidden="true" />
           {shownName(text)}
         </span>
-        <span class="number">{relativeText(row, fold)}</span>
+        <span class="number">{relativeText(row ?? fold!.worst)}</span>
         <span class="number">{cosineText(fold ? fold.cosine : row!.cosine)}</span>
         <span class="number">{fold && fold.max_abs !== null ? shortNumber(fold.max_abs) : row && row.max_abs !== null ? shortNumber(row.max_abs) : ""}</span>
         <span class="quiet">{row ? kindText(row) : countText(fold!)}</span>
@@ -78,7 +78,7 @@ export function DifferenceTree({ kinds, folds, open, onOpen, active, onName, col
   const head = (
     <div class="compare-line compare-head" role="presentation">
       <span>tensor</span>
-      <span class="number" title="the norm of the difference divided by the norm in A; of several tensors the root mean square">
+      <span class="number" title="the norm of the difference divided by the norm in A; of several tensors the largest">
         relative
       </span>
       <span class="number" title="of several tensors the smallest">
@@ -104,11 +104,9 @@ export function DifferenceTree({ kinds, folds, open, onOpen, active, onName, col
   );
 }
 
-export function relativeText(row: Difference | undefined, fold?: Fold): string {
-  const relative = fold ? fold.relative : (row?.relative ?? null);
+export function relativeText({ relative, norm_a, norm_b }: Difference): string {
   if (relative !== null) return relative === 0 ? "0" : relative < 1e-3 ? relative.toExponential(2) : relative.toFixed(4);
-  const one = row ?? fold?.worst;
-  return one && one.norm_a === 0 && one.norm_b ? "from 0" : "";
+  return norm_a === 0 && norm_b ? "from 0" : "";
 }
 
 export function kindText(row: Difference): string {

@@ -22,7 +22,7 @@ const CIVIDIS = colourTable("cividis");
 const MEASURES: Record<Measure, string> = { relative: "‖a − b‖ / ‖a‖", angle: "1 − cosine" };
 
 export function ComparePage() {
-  const { api, about, route, go } = useExplorer();
+  const { api, route, go } = useExplorer();
   const { state, name, measure: asked, list = "folded" } = route.params;
   const measure: Measure = asked === "angle" ? "angle" : "relative";
   const loaded = useLoaded((signal) => api.json<Compared>("compare", { state }, signal), [state]);
@@ -35,7 +35,7 @@ export function ComparePage() {
   const cells = useMemo(() => byCell(progress.rows), [progress.rows]);
   if (loaded.error) return <Failure error={loaded.error} />;
   if (!found) return <p class="quiet">Comparing names …</p>;
-  const [a, b] = about.sides.map(({ root }) => pyText(root)) as [string, string];
+  const [a, b] = found.paths.map(pyText) as [string, string];
   const python = `lazyckpt.diff(${a}, ${b}${state ? `, states=[${pyText(state)}]` : ""})`;
   const colour = colourOf(kinds);
   const choose = (row: Difference | undefined) => {
@@ -104,7 +104,7 @@ export function ComparePage() {
               />
             )}
           </section>
-          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} />}</div>
+          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} paths={found.paths} />}</div>
         </>
       )}
       {found.changed_in_all > 0 && (
@@ -240,6 +240,8 @@ function Curves({ found, cells, measure, python, choose }: Part & { python: stri
         xLabel="layer"
         yLabel={MEASURES[measure]}
         log
+        width={1100}
+        height={300}
         onPoint={(one, index) => {
           const { kind, x } = one as (typeof series)[number];
           choose(cells.get(cellKey({ kind, layer: x[index]! }))?.worst);

@@ -59,7 +59,7 @@ export function RunPage() {
   const label = known.get(quantity) ?? quantity;
   const chosen = found.kinds.find((one) => one.kind === kind);
   const shown = found.kinds.filter((one) => one.kind.includes(q));
-  const root = pyText(about.sides[0]!.root);
+  const root = pyText(about.title);
   const view = state ? `lazyckpt.open_run(${root}).states[${pyText(state)}]` : `lazyckpt.open_run(${root})`;
   return (
     <div class="run">
@@ -102,7 +102,7 @@ export function RunPage() {
         <One key={chosen.kind} {...{ run: found, kind: chosen, quantity, label, step: found.steps[place]!, view }} />
       ) : (
         <>
-          <h2>{label} over the steps</h2>
+          <h2>{capital(label)}</h2>
           <p class="quiet">
             A picture for each kind of parameter, a line for each layer; what is in view is read. A click shows one kind alone.
           </p>
@@ -118,6 +118,10 @@ export function RunPage() {
       )}
     </div>
   );
+}
+
+function capital(text: string): string {
+  return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 /** Says which colour is which layer. */
@@ -186,6 +190,8 @@ function Panel(props: PartProps) {
       </button>
       {loaded.error ? (
         <p class="quiet">{loaded.error.message}</p>
+      ) : loaded.value && LOG.has(quantity) && series.length > 0 && series.every(({ y }) => Array.from(y).every((one) => !(one > 0))) ? (
+        <p class="run-wait quiet">no change</p>
       ) : loaded.value ? (
         <LineChart
           series={series}
@@ -214,6 +220,7 @@ function Panel(props: PartProps) {
 }
 
 interface Row {
+  layer: number | null;
   name: string;
   value: number;
   first: number;
@@ -230,14 +237,14 @@ function One(props: PartProps & { view: string }) {
   const series = useMemo(() => (found ? seriesOf(found) : []), [found]);
   const colours = series.map((_, n) => shade(series.length > 1 ? n / (series.length - 1) : 0.5));
   const at = found ? found.steps.indexOf(step) : -1;
-  const rows: Row[] = series.map(({ name, y }) => ({ name, value: at >= 0 ? y[at]! : NaN, first: y[0]!, values: [...(y as number[])] }));
+  const rows: Row[] = series.map(({ name, y }) => ({ name, layer: /^layer /.test(name) ? Number(name.slice(6)) : null, value: at >= 0 ? y[at]! : NaN, first: y[0]!, values: [...(y as number[])] }));
   const number = (key: "value" | "first", title: string): Column<Row> => ({
     key, title, number: true, width: "150px",
     value: (row) => (Number.isNaN(row[key]) ? null : row[key]),
     cell: (row) => (Number.isNaN(row[key]) ? "" : shortNumber(row[key])),
   });
   const columns: Column<Row>[] = [
-    { key: "name", title: "layer", value: (row) => row.name },
+    { key: "name", title: "layer", value: (row) => row.layer, cell: (row) => row.name },
     number("value", `at step ${grouped(step)}`),
     number("first", `at step ${grouped(found?.steps[0] ?? 0)}`),
   ];
@@ -252,7 +259,7 @@ function One(props: PartProps & { view: string }) {
           the first tensor at this step
         </button>
       </p>
-      <Figure title={label} name={`${kind.label}.${quantity}`} note={<span class="mono">{shownName(kind.kind)}</span>} python={`${view}.by_layer(${pyText(quantity)})`}>
+      <Figure title={capital(label)} name={`${kind.label}.${quantity}`} note={<span class="mono">{shownName(kind.kind)}</span>} python={`${view}.by_layer(${pyText(quantity)})`}>
         {loaded.error ? (
           <Failure error={loaded.error} />
         ) : found ? (
@@ -262,6 +269,8 @@ function One(props: PartProps & { view: string }) {
             xLabel="step"
             yLabel={label}
             log={LOG.has(quantity)}
+            width={1100}
+            height={320}
             mark={step}
             colours={colours}
             legend={series.length <= 12}
