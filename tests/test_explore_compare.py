@@ -134,6 +134,24 @@ def test_the_picture_is_of_the_signed_difference(comparison: Explorer, pair: tup
     assert np.array_equal(arrays["min"], cells.min((1, 3)))
 
 
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.int64, torch.int32),
+        (torch.uint8, torch.uint8),
+        (torch.bool, torch.bool),
+        (torch.float8_e4m3fn, torch.half),
+    ],
+    ids=str,
+)
+def test_the_picture_takes_any_real_numbers(tmp_path: Path, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    a, b = (torch.arange(12).sub(k).abs().reshape(3, 4).to(dtype) for k, dtype in zip((0, 5), dtypes, strict=True))
+    torch.save({"w": a}, tmp_path / "a.pt")
+    torch.save({"w": b}, tmp_path / "b.pt")
+    _, arrays = tile(Explorer(subject_of(tmp_path / "a.pt", tmp_path / "b.pt")), name="w")
+    assert np.array_equal(arrays["mean"], (a.double() - b.double()).numpy())
+
+
 def test_what_cannot_be_compared_is_an_error(comparison: Explorer, tmp_path: Path) -> None:
     for values, status in (({"name": "emb.weight"}, 400), ({"name": "added"}, 404), ({}, 400)):
         assert comparison.answer("compare/tile", values).status == status

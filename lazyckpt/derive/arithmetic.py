@@ -285,7 +285,7 @@ def weighted(views: Sequence[Namespace[Any]], weights: Sequence[float], what: st
 
 
 def difference(a: Namespace[Any], b: Namespace[Any], name: str) -> tuple[Store, TensorSpec]:
-    """Return the store and the spec of ``a[name] - b[name]`` in float64, which rounds only once; nothing is read.
+    """Return the store and the spec of ``a[name] - b[name]`` in float64. Nothing is read; integers are converted.
 
     Raises
     ------
@@ -302,8 +302,12 @@ def difference(a: Namespace[Any], b: Namespace[Any], name: str) -> tuple[Store, 
     wide = FROM_NAME["float64"]
     for one in operands:
         if not one.dtype.is_number or one.dtype.is_complex:
-            raise DataError(f"the difference of {name!r}: {one.dtype.short} is not computed with")
-    return sources.store, sources.tensor(name, linear(operands, (1.0, -1.0), wide))
+            raise DataError(
+                f"the difference of {name!r}: its elements are {one.dtype.short}, which have no signed difference: "
+                "take a tensor of real numbers"
+            )
+    floats = [one if one.dtype.is_floating_point else make("cast", one, dtype=wide) for one in operands]
+    return sources.store, sources.tensor(name, linear(floats, (1.0, -1.0), wide))
 
 
 def average(
