@@ -177,11 +177,13 @@ function Panel(props: PartProps) {
   const [seen, setSeen] = useState(false);
   const shade = useShade();
   useEffect(() => {
-    const observer = new IntersectionObserver((entries) => entries.some((one) => one.isIntersecting) && setSeen(true), { rootMargin: "120px" });
+    const observer = new IntersectionObserver((entries) => setSeen(entries[entries.length - 1]!.isIntersecting), { rootMargin: "120px" });
     observer.observe(box.current!);
     return () => observer.disconnect();
   }, []);
-  const { loaded, size, start, ask } = useCourse(props, seen);
+  const had = useRef(false);
+  const { loaded, size, start, ask } = useCourse(props, seen || had.current);
+  had.current ||= !!loaded.value; // what is read stays; reading ends when the picture leaves the view
   const series = useMemo(() => (loaded.value ? seriesOf(loaded.value) : []), [loaded.value]);
   return (
     <div class="run-panel" ref={box}>

@@ -1,7 +1,7 @@
 // Line charts and sparklines.
 
 import { useRef, useState } from "preact/hooks";
-import { logTicks, shortNumber, ticks } from "./axis";
+import { logTicks, shortNumber, ticks, tickText } from "./axis";
 import { shownName } from "./text";
 import "./line.css";
 
@@ -89,6 +89,8 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
     }
     setNear(found);
   };
+  const yTicks = log ? logTicks(yLow, yHigh) : ticks(yLow, yHigh);
+  const yTexts = tickText(yTicks);
   const few = series.reduce((n, { x }) => n + x.length, 0) <= 400;
   return (
     <div class="chart">
@@ -102,11 +104,11 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
         onMouseLeave={() => setNear(null)}
         onClick={() => near && onPoint?.(near.series, near.index)}
       >
-        {(log ? logTicks(yLow, yHigh) : ticks(yLow, yHigh)).map((y) => (
+        {yTicks.map((y, n) => (
           <g key={y}>
             <line class="chart-grid" x1={SIDE.left} x2={width - SIDE.right} y1={py(y)} y2={py(y)} />
             <text class="axis" x={SIDE.left - 8} y={py(y)} text-anchor="end" dominant-baseline="middle">
-              {shortNumber(y)}
+              {yTexts[n]}
             </text>
           </g>
         ))}
