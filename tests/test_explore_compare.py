@@ -225,8 +225,19 @@ def test_courses_are_those_of_torch(run: Explorer, steps: dict[int, Tensors]) ->
 
 def test_the_course_of_a_kind_that_a_run_lacks_is_an_error(run: Explorer) -> None:
     assert run.answer("run/course", {"kind": "nothing"}).status == 400
+    assert run.answer("run/course", {"kind": "emb.weight", "state": "nothing"}).status == 400
     assert run.answer("run/course", {}).status == 400
     assert run.answer("run/course", {"kind": "emb.weight", "quantity": "nothing"}).status == 400
+
+
+def test_a_step_that_cannot_be_read_leaves_a_gap(run: Explorer, tmp_path: Path) -> None:
+    asked(run, "run")
+    (tmp_path / "run" / "step_20" / "model.pt").unlink()
+    found = asked(run, "run/course", kind="emb.weight")
+    assert found["steps"] == list(STEPS)
+    assert [value is None for value in found["alone"]] == [False, True, False]
+    again = asked(Explorer(subject_of(tmp_path / "run")), "run/course", kind="emb.weight")
+    assert again["steps"] == [10, 40]
 
 
 def test_a_course_ends_when_it_is_no_longer_wanted(run: Explorer) -> None:

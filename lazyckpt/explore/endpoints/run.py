@@ -67,6 +67,10 @@ def over_steps(subject: Subject, query: Query) -> dict[str, Any]:
     quantity = query.one_of("quantity", tuple(QUANTITIES | CHANGES))
     errors: dict[str, str] = {}
     found = course(_each(subject, query, steps, kind, errors), quantity, progress=False, check=query.check)
+    if len(errors) == len(steps.steps):
+        raise DataError(
+            f"no step of the run has such tensors; step {min(errors, key=int)}: {errors[min(errors, key=int)]}"
+        )
     if not found.kinds and not errors:
         raise DataError(f"the run has no parameters of the kind {kind!r:.200}: the request 'run' lists them")
     return {
