@@ -92,6 +92,7 @@ function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
         <>
           <HeatMap
             size={plane.size}
+            first={rootTile(plane.size, MOST)}
             root={root.value}
             most={MOST}
             load={ask}
