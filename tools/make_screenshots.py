@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -231,23 +232,23 @@ def draw_explore_run(folder: Path, target: Path) -> None:
 
 def write_experts(folder: Path) -> None:
     """A small mixture-of-experts model of transformers, after a few steps of AdamW."""
-    from transformers import MixtralConfig, MixtralForCausalLM
+    transformers: Any = import_module("transformers")
 
     experts = {"num_hidden_layers": 8, "num_local_experts": 16, "num_experts_per_tok": 2}
     torch.manual_seed(0)
-    model = MixtralForCausalLM(MixtralConfig(**SMALL, **experts))
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, **experts))
     train(model, 8)
     model.save_pretrained(folder)
 
 
 def write_run(folder: Path) -> None:
     """The folder of a run of a small Llama, with six checkpoints, unless it is there."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    transformers: Any = import_module("transformers")
 
     if folder.exists():
         return
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SMALL, num_hidden_layers=8))
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_hidden_layers=8))
     done = 0
     for step in (1, 2, 4, 8, 16, 32):
         train(model, step - done)

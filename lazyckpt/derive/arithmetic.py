@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import isfinite
 from typing import Any, Literal, NamedTuple
 
-from ..core.dtypes import DType
+from ..core.dtypes import FROM_NAME, DType
 from ..core.expr import cast, make
 from ..core.index import Index
 from ..core.specs import Expr, Input, TensorSpec, kind_of
@@ -282,6 +282,32 @@ def _numbers(weights: Any) -> list[float]:
 def weighted(views: Sequence[Namespace[Any]], weights: Sequence[float], what: str) -> tuple[Store, Index]:
     """Return the linear combination of views: see `combined`."""
     return combined(views, lambda name, operands: linear(operands, weights), what=what)
+
+
+def difference(a: Namespace[Any], b: Namespace[Any], name: str) -> tuple[Store, TensorSpec]:
+    """Return the store and the spec of ``a[name] - b[name]`` in float64. Nothing is read; integers are converted.
+
+    Raises
+    ------
+    DataError
+        The shapes differ, or a dtype is not computed with.
+    TensorNotFoundError
+        A view has no tensor of this name.
+    """
+    sources = Sources([a, b])
+    operands = [sources.operand(n, name) for n in (0, 1)]
+    if operands[0].shape != operands[1].shape:
+        shapes = " and ".join("x".join(map(str, one.shape)) or "scalar" for one in operands)
+        raise DataError(f"the difference of {name!r}: the shapes differ, {shapes}")
+    wide = FROM_NAME["float64"]
+    for one in operands:
+        if not one.dtype.is_number or one.dtype.is_complex:
+            raise DataError(
+                f"the difference of {name!r}: its elements are {one.dtype.short}, which have no signed difference: "
+                "take a tensor of real numbers"
+            )
+    floats = [one if one.dtype.is_floating_point else make("cast", one, dtype=wide) for one in operands]
+    return sources.store, sources.tensor(name, linear(floats, (1.0, -1.0), wide))
 
 
 def average(

@@ -38,6 +38,8 @@ _MODULES = (
     "endpoints.layers",
     "endpoints.experts",
     "endpoints.tokens",
+    "endpoints.compare",
+    "endpoints.run",
 )  # modules with a dictionary ENDPOINTS: path -> function
 _KEPT = 64 << 20  # bytes of answers that an explorer keeps
 _STATUS = (

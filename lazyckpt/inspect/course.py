@@ -1,8 +1,8 @@
 """The course of a run: a quantity of every parameter, by kind and layer, at every step.
 
 Besides the quantities of single checkpoints (`QUANTITIES` of inspect/layers.py), which need one step at a time, there
-are those of `CHANGES`, which compare a step with an earlier one. Each step is read once, or twice if it is compared
-with the step before.
+are those of `CHANGES`, which compare a step with another one. Each step is read once, or twice if it is compared with
+the step before.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ CHANGES = {
     "drift": "distance from the first step / its norm",
     "change": "distance from the step before / its norm",
     "cosine": "cosine with the step before",
+    "towards": "cosine with the last step",
 }
 
 Values = NDArray[np.float64]
@@ -87,6 +88,7 @@ def course(
     executor: Executor | None = None,
     memory: int | str | None = None,
     progress: bool | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Course:
     """Return a quantity over the steps of a run.
 
@@ -98,6 +100,8 @@ def course(
         A name of `QUANTITIES` or `CHANGES`.
     executor, memory, progress
         See `WriteOptions`.
+    check
+        Called between runs of elements; what it raises ends the work.
 
     Raises
     ------
@@ -108,10 +112,15 @@ def course(
     """
     if quantity not in QUANTITIES and quantity not in CHANGES:
         raise DataError(f"there is no quantity {quantity!r} of a run; there are: {', '.join(QUANTITIES | CHANGES)}")
-    options: dict[str, Any] = {"executor": executor, "memory": memory, "progress": progress}
+    options: dict[str, Any] = {"executor": executor, "memory": memory, "progress": progress, "check": check}
     found: dict[int, Layers] = {}
     first: Tensors | None = None
     before: Tensors | None = None
+    if quantity == "towards":
+        listed = list(views)
+        for step, tensors in listed:
+            found[step] = _compared(listed[-1][1], tensors, quantity, options)
+        return _stacked(quantity, found)
     for step, tensors in views:
         if quantity in ("change", "cosine", "drift"):
             earlier = first if quantity == "drift" else before
@@ -131,7 +140,7 @@ def _single(tensors: Tensors, quantity: str, options: Mapping[str, Any]) -> Laye
 
 def _compared(a: Tensors, b: Tensors, quantity: str, options: Mapping[str, Any]) -> Layers:
     """Return how far the tensors of two steps are apart."""
-    return differences(diff(a, b, **options), "cosine" if quantity == "cosine" else "relative")
+    return differences(diff(a, b, **options), "relative" if quantity in ("change", "drift") else "cosine")
 
 
 def differences(rows: Iterable[Any], quantity: str) -> Layers:

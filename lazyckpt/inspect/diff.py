@@ -7,7 +7,7 @@ others by exact value (2**53 + 1 as int64 is not 2.0**53, although float64 round
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -184,12 +184,13 @@ def diff(
     memory: int | str | None = None,
     progress: bool | None = None,
     same: Collection[str] = (),
+    check: Callable[[], None] = lambda: None,
 ) -> Diff:
     """Compare the tensors of the same names. A tensor that cannot be read gets a row that says so. Those of the names
     ``same`` are known to be equal, by their digests, and not read.
 
-    ``executor``, ``memory``, ``progress``: see `WriteOptions`. Raises DataError if ``memory`` is not a size, and
-    WorkerError if workers died.
+    ``executor``, ``memory``, ``progress``: see `WriteOptions`. ``check`` is called between runs of elements; what it
+    raises ends the work. Raises DataError if ``memory`` is not a size, and WorkerError if workers died.
     """
     pairs: list[_Pair] = [(name, t, named(b, name)) for name, t in a.items()]
     listed = set(a)  # a tied name of one checkpoint may be a tensor of its own in the other
@@ -205,6 +206,7 @@ def diff(
             size = x.itemsize + y.itemsize
             try:
                 for (ahead, p), (_, q) in zip(x.pieces(_RUN * x.itemsize), y.pieces(_RUN * y.itemsize), strict=True):
+                    check()
                     held = _PIECE * (2 * size + 64) + 2 * OVERHEAD  # both sides, as wider numbers, and masks
                     yield Task(p.nbytes + q.nbytes, held, partial(_compared, n, ahead, p, q), p)
             except DataError as e:
@@ -226,6 +228,7 @@ def diff(
             for ahead, p in x.pieces(_RUN * x.itemsize) if equal else ():
                 wanted = frozenset(at for at in equal if ahead <= at < ahead + p.numel())
                 if wanted:
+                    check()
                     held = _PIECE * (x.itemsize + 16) + OVERHEAD
                     yield Task(p.nbytes, held, partial(_norms, n, ahead, p, wanted), p)
 

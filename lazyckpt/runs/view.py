@@ -387,7 +387,7 @@ class RunView(CheckpointView):
         quantity
             "growth" (L2 norm in units of that of the first step), "drift" (norm of the difference from the first step,
             in units of the norm of that step), "change" (the same for the step before), "cosine" (of the angle to the
-            step before), or a quantity of `CheckpointView.by_layer`.
+            step before), "towards" (the cosine with the last step), or a quantity of `CheckpointView.by_layer`.
         **options
             ``executor``, ``memory`` and ``progress`` of `WriteOptions`.
 

@@ -480,7 +480,7 @@ class RunPlots(ViewPlots):
         quantity
             "growth" (L2 norm in units of that of the first step), "drift" (norm of the difference from the first step,
             in units of the norm of that step), "change" (the same for the step before), "cosine" (of the angle to the
-            step before), or a quantity of `layers`.
+            step before), "towards" (the cosine with the last step), or a quantity of `layers`.
 
         Raises
         ------

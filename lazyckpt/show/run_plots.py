@@ -66,7 +66,7 @@ def multiples(found: Course, title: str) -> Figure:
     return figure
 
 
-_SHARED = frozenset(("drift", "change", "cosine", "zeros", "nan", "inf"))  # one axis for all kinds
+_SHARED = frozenset(("drift", "change", "cosine", "towards", "zeros", "nan", "inf"))  # one axis for all kinds
 
 
 def _points(found: Course) -> dict[str, Any]:

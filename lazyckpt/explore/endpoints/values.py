@@ -47,7 +47,11 @@ def tile(subject: Subject, query: Query) -> bytes:
         element, only ``mean``. ``nan`` and ``inf``: how many of the elements are so, as uint32; only if some are.
         Header: ``window``, ``exact``, ``read`` (elements), ``single`` (whether each cell is one element).
     """
-    t = subject.tensor(query)
+    return picture(subject.tensor(query), query)
+
+
+def picture(t: LazyArray, query: Query) -> bytes:
+    """Pool a window of a tensor, as ``tensor/tile`` answers it."""
     d = drawn(query, t)
     rows, cols = query.number("rows", 256, 1, SIDE), query.number("cols", 256, 1, SIDE)
     how = query.one_of("how", ("all", "mean", "min", "max", "absmax"))

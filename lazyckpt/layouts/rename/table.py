@@ -97,7 +97,7 @@ class Builtin(NamedTuple):
 def builtin(which: str) -> Builtin | None:
     """Return the table with a name, or the one for a `model_type` of config.json; None if there is none.
 
-    >>> builtin("qwen3_moe"), builtin("bert")
+    >>> builtin("qwen3_moe"), builtin("resnet")
     (Builtin(name='qwen_moe', model='qwen3_moe'), None)
     """
     name = _document()["models"].get(which, which)

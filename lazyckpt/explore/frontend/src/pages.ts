@@ -3,9 +3,11 @@
 import type { ComponentType } from "preact";
 import type { About } from "./api";
 import { ArchitecturePage } from "./pages/architecture";
+import { ComparePage } from "./pages/compare";
 import { ExpertsPage } from "./pages/experts";
 import { OptimizerPage } from "./pages/optimizer";
 import { RanksPage } from "./pages/ranks";
+import { RunPage } from "./pages/run";
 import { TensorPage } from "./pages/tensor";
 import { TreePage } from "./pages/tree";
 
@@ -22,6 +24,8 @@ export const PAGES: Page[] = [
   { id: "tree", title: "Tensors", component: TreePage, shown: () => true },
   { id: "tensor", title: "Tensor", component: TensorPage, shown: () => true },
   { id: "architecture", title: "Architecture", component: ArchitecturePage, shown: () => true },
+  { id: "compare", title: "Compare", component: ComparePage, shown: ({ kind }) => kind === "comparison" },
+  { id: "run", title: "Run", component: RunPage, shown: ({ kind }) => kind === "run" },
   { id: "ranks", title: "Ranks", component: RanksPage, shown: ({ sides }) => sides.some((side) => side.files > 1) },
   { id: "optimizer", title: "Optimizer", component: OptimizerPage, shown: ({ kind, sides }) => kind !== "comparison" && sides[0]!.states.length > 1 },
   { id: "experts", title: "Experts", component: ExpertsPage, shown: ({ sides }) => sides[0]!.experts },

@@ -40,7 +40,7 @@ export function TensorPage() {
 }
 
 /** How the tensor is drawn, by the parameters of the link. */
-function planeOf(facts: Facts, params: Record<string, string>) {
+export function planeOf(facts: Facts, params: Record<string, string>) {
   const shape = facts.numbers ?? facts.shape;
   const ndim = shape.length;
   const chosen = (params["dims"] ?? "").split(",").map(Number);
@@ -332,7 +332,7 @@ function Dimensions({ plane }: { plane: Plane }) {
   );
 }
 
-function Legend({ scale, table, what }: { scale: Scale; table: Uint8Array; what: string }) {
+export function Legend({ scale, table, what }: { scale: Scale; table: Uint8Array; what: string }) {
   const canvas = useRef<HTMLCanvasElement>(null);
   useEffect(() => {
     const context = canvas.current!.getContext("2d")!;
@@ -359,7 +359,7 @@ function Legend({ scale, table, what }: { scale: Scale; table: Uint8Array; what:
 }
 
 /** Whether the page is dark, by its own theme or the system's. */
-function useDark(): boolean {
+export function useDark(): boolean {
   const read = () => {
     const root = document.querySelector(".lazyckpt-explorer[data-theme]")?.getAttribute("data-theme");
     return root === "dark" || (root !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);

@@ -22,6 +22,16 @@ export function logTicks(low: number, high: number, wanted = 5): number[] {
   return found;
 }
 
+/** Ticks as text, with as many digits as tell them apart. */
+export function tickText(marks: readonly number[]): string[] {
+  const texts = marks.map(shortNumber);
+  if (new Set(texts).size === texts.length) return texts;
+  const step = Math.abs(marks[1]! - marks[0]!);
+  const size = Math.max(...marks.map(Math.abs));
+  const digits = Math.min(17, Math.ceil(Math.log10(size / step)) + 1);
+  return marks.map((x) => (size >= 1e7 || size < 1e-3 ? x.toExponential(digits - 1).replace("e+", "e") : String(Number(x.toPrecision(digits)))));
+}
+
 /** A number with four significant digits, as people write it. */
 export function shortNumber(x: number): string {
   if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x > 0 ? "∞" : "−∞";

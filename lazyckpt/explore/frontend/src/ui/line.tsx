@@ -1,7 +1,7 @@
 // Line charts and sparklines.
 
 import { useRef, useState } from "preact/hooks";
-import { logTicks, shortNumber, ticks } from "./axis";
+import { logTicks, shortNumber, ticks, tickText } from "./axis";
 import { shownName } from "./text";
 import "./line.css";
 
@@ -24,12 +24,16 @@ interface Props {
   /** A vertical line, such as the chosen step. */
   mark?: number;
   onPoint?(series: Series, index: number): void;
+  /** A colour for each series, in place of the eight that repeat. */
+  colours?: string[];
+  /** Whether the names of the series stand below. */
+  legend?: boolean;
 }
 
 const SIDE = { left: 64, right: 14, top: 10, bottom: 38 };
 export const LINE_COLOURS = 8; // classes line-0 to line-7; more series repeat them with dashes
 
-export function LineChart({ series, label, xLabel, yLabel, log = false, width = 760, height = 280, mark, onPoint }: Props) {
+export function LineChart({ series, label, xLabel, yLabel, log = false, width = 760, height = 280, mark, onPoint, colours, legend = true }: Props) {
   const [near, setNear] = useState<{ series: Series; index: number; left: number; top: number } | null>(null);
   const svg = useRef<SVGSVGElement>(null);
   const good = (y: number) => Number.isFinite(y) && (!log || y > 0);
@@ -85,6 +89,8 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
     }
     setNear(found);
   };
+  const yTicks = log ? logTicks(yLow, yHigh) : ticks(yLow, yHigh);
+  const yTexts = tickText(yTicks);
   const few = series.reduce((n, { x }) => n + x.length, 0) <= 400;
   return (
     <div class="chart">
@@ -98,11 +104,11 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
         onMouseLeave={() => setNear(null)}
         onClick={() => near && onPoint?.(near.series, near.index)}
       >
-        {(log ? logTicks(yLow, yHigh) : ticks(yLow, yHigh)).map((y) => (
+        {yTicks.map((y, n) => (
           <g key={y}>
             <line class="chart-grid" x1={SIDE.left} x2={width - SIDE.right} y1={py(y)} y2={py(y)} />
             <text class="axis" x={SIDE.left - 8} y={py(y)} text-anchor="end" dominant-baseline="middle">
-              {shortNumber(y)}
+              {yTexts[n]}
             </text>
           </g>
         ))}
@@ -123,13 +129,14 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
         {series.map((one, n) => (
           <path
             key={one.name}
-            class={`chart-line line-${n % LINE_COLOURS}${n >= LINE_COLOURS ? " line-more" : ""}${near && near.series !== one ? " chart-faded" : ""}`}
+            class={`chart-line line-${n % LINE_COLOURS}${n >= LINE_COLOURS && !colours ? " line-more" : ""}${near && near.series !== one ? " chart-faded" : ""}`}
+            style={colours && { stroke: colours[n] }}
             d={path(one)}
           />
         ))}
         {few &&
           series.map((one, n) =>
-            Array.from(one.x, (x, i) => good(one.y[i]!) && <circle key={`${n}.${i}`} class={`chart-dot dot-${n % LINE_COLOURS}`} cx={px(x)} cy={py(one.y[i]!)} r={2} />),
+            Array.from(one.x, (x, i) => good(one.y[i]!) && <circle key={`${n}.${i}`} class={`chart-dot dot-${n % LINE_COLOURS}`} cx={px(x)} cy={py(one.y[i]!)} r={2} style={colours && { fill: colours[n] }} />),
           )}
         {near && <circle class="chart-near" cx={px(near.series.x[near.index]!)} cy={py(near.series.y[near.index]!)} r={4.5} />}
       </svg>
@@ -139,12 +146,12 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
           {`\n${xLabel} ${shortNumber(near.series.x[near.index]!)}: ${shortNumber(near.series.y[near.index]!)}`}
         </div>
       )}
-      {series.length > 1 && (
+      {legend && series.length > 1 && (
         <ul class="legend">
           {series.map(({ name }, n) => (
             <li key={name}>
               <svg width="18" height="10" aria-hidden="true">
-                <path class={`chart-line line-${n % LINE_COLOURS}${n >= LINE_COLOURS ? " line-more" : ""}`} d="M0,5H18" />
+                <path class={`chart-line line-${n % LINE_COLOURS}${n >= LINE_COLOURS && !colours ? " line-more" : ""}`} style={colours && { stroke: colours[n] }} d="M0,5H18" />
               </svg>
               {shownName(name)}
             </li>

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { logTicks, shortNumber, ticks } from "./axis";
+import { logTicks, shortNumber, ticks, tickText } from "./axis";
 import { toCsv } from "./save";
 import { squarified } from "./squares";
 
@@ -21,4 +21,11 @@ test("ticks are round numbers inside of the range", () => {
   assert.deepEqual(ticks(3, 3), [3]);
   assert.equal(shortNumber(0.00012345), "1.23e-4");
   assert.equal(shortNumber(12.3456), "12.35");
+});
+
+test("ticks that are close have the digits that tell them apart", () => {
+  assert.deepEqual(tickText([128.51, 128.515, 128.52]), ["128.51", "128.515", "128.52"]);
+  assert.deepEqual(tickText([0, 0.5, 1]), ["0", "0.5", "1"]);
+  assert.deepEqual(tickText([-2, 0, 2]), ["-2", "0", "2"]);
+  assert.equal(new Set(tickText([12345678.1, 12345678.2, 12345678.3])).size, 3);
 });

@@ -1,0 +1,115 @@
+// The signed difference of one tensor, the first minus the second, as a heat map.
+
+import { useMemo } from "preact/hooks";
+import type { Numbers } from "../api";
+import { useExplorer, useLoaded } from "../context";
+import { Legend, planeOf, useDark } from "../pages/tensor";
+import type { Facts } from "../tensor/cards";
+import { colourTable } from "../ui/colours";
+import { sample, scaleOf, type ScaleKind } from "../ui/colourscale";
+import { Failure } from "../ui/failure";
+import { Figure } from "../ui/figure";
+import { HeatMap, type Values } from "../ui/heatmap";
+import { partOf, partText, rootTile, type Tile } from "../ui/pyramid";
+import { pyText } from "../ui/python";
+import { grouped, shownName } from "../ui/text";
+
+const MOST = 512; // rows and columns of cells of the whole
+
+export function DifferencePicture({ name, paths }: { name: string; paths: [string, string] }) {
+  const { api, route } = useExplorer();
+  const { state } = route.params;
+  const facts = useLoaded((signal) => api.json<Facts>("tensor", { name, state }, signal), [name, state]);
+  if (!api.live) return <p class="quiet">A report holds no pictures of differences: `lazyckpt serve A B` shows them.</p>;
+  if (facts.error) return <Failure error={facts.error} />;
+  if (!facts.value || facts.value.name !== name) return <p class="compare-wait quiet">reading {shownName(name)} …</p>;
+  return <Picture key={`${name}/${state}`} facts={facts.value} paths={paths} />;
+}
+
+function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
+  const { api, route, go } = useExplorer();
+  const { params } = route;
+  const { name } = facts;
+  const plane = useMemo(() => planeOf(facts, params), [facts, params["dims"], params["at"]]);
+  const kind: ScaleKind = params["scale"] === "symlog" ? "symlog" : "linear";
+  const ask = async (tile: Tile, signal: AbortSignal): Promise<Values> => {
+    const place = { r0: tile.r0, r1: tile.r1, c0: tile.c0, c1: tile.c1, rows: tile.rows, cols: tile.cols };
+    const { header, arrays } = await api.packed<{ exact: boolean; single: boolean }>(
+      "compare/tile", { name, state: params["state"], ...plane.query, ...place }, signal,
+    );
+    const mean = arrays["mean"] as Numbers;
+    return { mean, min: arrays["min"] ?? mean, max: arrays["max"] ?? mean, nan: arrays["nan"], inf: arrays["inf"], ...header };
+  };
+  const root = useLoaded((signal) => ask(rootTile(plane.size, MOST), signal), [facts, plane.query.dims, plane.query.at]);
+  const scale = useMemo(() => {
+    const values = root.value ? sample(root.value.mean) : new Float64Array(0);
+    // zero is in the middle, also if all differences have one sign
+    const most = values.length ? Math.max(Math.abs(values[0]!), Math.abs(values[values.length - 1]!)) || 1 : 1;
+    return scaleOf(values, kind, "full", [-most, most]);
+  }, [root.value, kind]);
+  const dark = useDark();
+  const table = useMemo(() => colourTable(dark ? "signedDark" : "signed"), [dark]);
+  const indexText = (row: number, col: number) => {
+    if (plane.ndim === 0) return "[]";
+    if (plane.ndim === 1) return `[${row * (plane.wrap ?? 0) + col}]`;
+    return `[${Array.from({ length: plane.ndim }, (_, n) => (n === plane.row ? row : n === plane.col ? col : (plane.at.get(n) ?? ":"))).join(", ")}]`;
+  };
+  const [a, b] = paths.map(pyText) as [string, string];
+  return (
+    <Figure
+      title="A − B"
+      name={`${name}.difference`}
+      note={
+        <>
+          <span class="mono">{shownName(name)}</span>, {root.value?.single ? "each element" : "mean of each cell"}
+          {root.value && !root.value.exact ? ", of a sample of the elements" : ""}
+        </>
+      }
+      tools={
+        <>
+          <label class="compare-option">
+            colours
+            <select value={kind} onChange={(event) => go({ scale: event.currentTarget.value === "linear" ? undefined : event.currentTarget.value }, undefined, true)}>
+              <option value="linear">linear</option>
+              <option value="symlog">symmetric log</option>
+            </select>
+          </label>
+          <button type="button" class="small" onClick={() => go({ name, side: undefined }, "tensor")}>
+            in A
+          </button>
+          <button type="button" class="small" onClick={() => go({ name, side: "b" }, "tensor")}>
+            in B
+          </button>
+        </>
+      }
+      python={`(lazyckpt.open(${a}) - lazyckpt.open(${b}))[${pyText(name)}].plot.heatmap()`}
+    >
+      {root.error ? (
+        <Failure error={root.error} />
+      ) : !root.value || !plane.size.height || !plane.size.width ? (
+        <p class="compare-wait quiet">{root.value ? "The tensor has no elements." : "reading both tensors …"}</p>
+      ) : (
+        <>
+          <HeatMap
+            size={plane.size}
+            first={rootTile(plane.size, MOST)}
+            root={root.value}
+            most={MOST}
+            load={ask}
+            how="mean"
+            scale={scale}
+            table={table}
+            part={partOf(params["view"])}
+            onPart={(part) => go({ view: part && partText(part) }, undefined, true)}
+            label={`Heat map of the difference of ${shownName(name)}`}
+            rowTitle={plane.row === null ? (plane.wrap ? `rows of ${grouped(plane.wrap)}` : "") : `dimension ${plane.row}`}
+            colTitle={plane.col === null ? "" : `dimension ${plane.col}`}
+            indexText={indexText}
+            height={440}
+          />
+          <Legend scale={scale} table={table} what="a − b" />
+        </>
+      )}
+    </Figure>
+  );
+}
