@@ -1,8 +1,9 @@
-"""Draw the pictures in docs/pictures except overview.png: terminals, a notebook and plots of the demo's files.
+"""Draw the pictures in docs/pictures except overview.png: terminals, a notebook, plots and the explorer.
 
-    python tools/make_screenshots.py [NAME...]    # all, or some: demo, browse, ...
+    python tools/make_screenshots.py [NAME...]    # all, or some: demo, browse, explore, ...
 
-It needs lazyckpt's test extra and Chromium (``CHROMIUM`` names the program).
+They show the demo's files, and small models that transformers writes. The tool needs lazyckpt's test
+extra, Chromium (``CHROMIUM`` names the program) and, for the explorer, its chromedriver.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,21 @@ from lazyckpt import demo
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 CHROMIUM = os.environ.get("CHROMIUM", "chromium")
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # the sizes of models that are written for pictures
+# Whether a page of the explorer has loaded what it shows.
+READY = """document.querySelector('h2, [role=tree]') && [...document.querySelectorAll('.quiet, [role=status]')].every(
+    (one) =>
+    one.getBoundingClientRect().bottom > innerHeight || !/ing\\b.*…$/.test(one.textContent.trim()))"""
+# Takes a folder out of all paths that a page shows.
+SHORTEN = """const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walk.nextNode()) walk.currentNode.data = walk.currentNode.data.replaceAll(arguments[0], "");"""
 NAME = "model.layers.1.mlp.down_proj.weight"
 PAGE = "<!doctype html><meta charset=utf-8><style>body {{margin: {margin}; background: {back}}}</style>{body}"
 TERMINAL = (
@@ -156,20 +176,163 @@ def draw_tensor(folder: Path, target: Path) -> None:
     save(lazyckpt.open(folder / "zero3")[NAME].plot(), target)
 
 
+def draw_explore(folder: Path, target: Path) -> None:
+    """The explorer with a tensor: its values, and the ranks that hold them."""
+    shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 765)
+
+
+def draw_explore_tree(folder: Path, target: Path) -> None:
+    """The page of all tensors, with the norms and the card of the layers."""
+
+    def norms(driver: Any) -> None:
+        wait_for(driver, "document.querySelector('[role=treeitem]')")
+        driver.execute_script("[...document.querySelectorAll('button')].find(b => /norm/i.test(b.textContent)).click()")
+        wait_for(driver, "document.querySelector('.tree-norm')")
+
+    shoot_explorer(folder, "zero3", f"tree?name={NAME}", target, 760, norms)
+
+
+def draw_explore_tensor(folder: Path, target: Path) -> None:
+    """The page of one tensor."""
+    shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 1290)
+
+
+def draw_explore_architecture(folder: Path, target: Path) -> None:
+    """The page of the architecture."""
+    shoot_explorer(folder, "zero3", "architecture", target, 900)
+
+
+def draw_explore_ranks(folder: Path, target: Path) -> None:
+    """The page of the ranks."""
+    shoot_explorer(folder, "zero3", "ranks", target, 690)
+
+
+def draw_explore_optimizer(folder: Path, target: Path) -> None:
+    """The page of the optimizer."""
+    shoot_explorer(folder, "zero3", "optimizer", target, 1000)
+
+
+def draw_explore_experts(folder: Path, target: Path) -> None:
+    """The page of the experts."""
+    write_experts(folder / "moe")
+    shoot_explorer(folder, "moe", "experts", target, 900)
+
+
+def draw_explore_compare(folder: Path, target: Path) -> None:
+    """The page of a comparison: of the first and the last step of a run."""
+    write_run(folder / "run")
+    shoot_explorer(folder, "run/checkpoint-1", "compare", target, 1000, other="run/checkpoint-32")
+
+
+def draw_explore_run(folder: Path, target: Path) -> None:
+    """The page of a run."""
+    write_run(folder / "run")
+    shoot_explorer(folder, "run", "run?quantity=drift", target, 900)
+
+
+def write_experts(folder: Path) -> None:
+    """A small mixture-of-experts model of transformers, after a few steps of AdamW."""
+    transformers: Any = import_module("transformers")
+
+    experts = {"num_hidden_layers": 8, "num_local_experts": 16, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, **experts))
+    train(model, 8)
+    model.save_pretrained(folder)
+
+
+def write_run(folder: Path) -> None:
+    """The folder of a run of a small Llama, with six checkpoints, unless it is there."""
+    transformers: Any = import_module("transformers")
+
+    if folder.exists():
+        return
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_hidden_layers=8))
+    done = 0
+    for step in (1, 2, 4, 8, 16, 32):
+        train(model, step - done)
+        done = step
+        model.save_pretrained(folder / f"checkpoint-{step}")
+
+
+def train(model: Any, steps: int) -> None:
+    """Change a model by some steps of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(steps):
+        tokens = (torch.rand(4, 32).square() * SMALL["vocab_size"]).long()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shoot_explorer(
+    folder: Path,
+    source: str,
+    link: str,
+    target: Path,
+    height: int,
+    then: Callable[[Any], None] = lambda driver: None,
+    other: str | None = None,
+) -> None:
+    """A PNG of a page of the explorer, 1,280 pixels wide."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which(CHROMIUM) or CHROMIUM
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-color-profile=srgb"):
+        options.add_argument(flag)
+    os.chdir(folder)  # the page shows the path
+    with lazyckpt.serve(source, other) as server:
+        driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+        try:
+            driver.set_window_size(1280, height)
+            driver.get(server.url)  # sets the cookie
+            driver.get(f"{server.url.partition('?')[0]}#/{link}")
+            then(driver)
+            wait_for(driver, READY)
+            driver.execute_script(SHORTEN, f"{folder.resolve()}/")
+            inner = driver.execute_script("return innerHeight")
+            driver.set_window_size(1280, height + height - inner)
+            time.sleep(1)  # canvases are drawn in the next frames
+            driver.save_screenshot(str(target))
+        finally:
+            driver.quit()
+
+
+def wait_for(driver: Any, condition: str) -> None:
+    """Wait until an expression of JavaScript is true."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, 30).until(lambda one: one.execute_script(f"return {condition}"))
+
+
 def save(figure: Any, target: Path) -> None:
     figure.savefig(target, dpi=100, metadata={"Software": None})
+
+
+def lighten(target: Path) -> None:
+    """Keep at most 256 colours of a PNG, which makes the file a third."""
+    from PIL import Image
+
+    picture = Image.open(target).convert("RGB")
+    picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
 
 
 def main() -> int:
     import matplotlib
 
     matplotlib.use("Agg")
-    drawings = {name[5:]: draw for name, draw in globals().items() if name.startswith("draw_")}
+    drawings = {
+        name[5:].replace("explore_", "explore-"): draw for name, draw in globals().items() if name.startswith("draw_")
+    }
     with tempfile.TemporaryDirectory() as folder:
         demo.write(Path(folder))
         for name in sys.argv[1:] or drawings:
             target = FOLDER / f"{name}.png"
             drawings[name](Path(folder), target)
+            lighten(target)
             print(f"{target}: {target.stat().st_size:,} bytes")
     return 0
 
