@@ -6,7 +6,7 @@ import { Explorer, linkTo, useLoaded, type Context } from "./context";
 import { isTyping, KEYS } from "./keys";
 import { PAGES } from "./pages";
 import type { RouteStore } from "./route";
-import { keepTheme, keptTheme, THEMES, type Theme } from "./theme";
+import { hostTheme, keepTheme, keptTheme, onHostTheme, THEMES, type Theme } from "./theme";
 import { Dialog } from "./ui/dialog";
 import { Failure } from "./ui/failure";
 import { bytes, count, grouped, shownName } from "./ui/text";
@@ -20,12 +20,15 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const about = useLoaded((signal) => api.json<About>("about", { step }, signal), [api, step]);
   const frame = useRef<HTMLDivElement>(null);
   const [theme, setTheme] = useState<Theme>(keptTheme);
+  const [around, setAround] = useState(hostTheme);
+  useEffect(() => onHostTheme(() => setAround(hostTheme())), []);
   const [window_, setWindow] = useState<"help" | "problems" | null>(null);
   useEffect(() => {
     const root = frame.current?.closest<HTMLElement>(".lazyckpt-explorer");
     if (!root) return;
-    if (theme === "auto") delete root.dataset["theme"];
-    else root.dataset["theme"] = theme;
+    const shown = theme === "auto" ? around : theme;
+    if (shown) root.dataset["theme"] = shown;
+    else delete root.dataset["theme"];
   });
   const context = useMemo<Context | null>(
     () =>

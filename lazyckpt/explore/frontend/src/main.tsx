@@ -32,9 +32,13 @@ export default {
   render({ model, el }: { model: WidgetModel; el: HTMLElement }) {
     const transport = new WidgetTransport(model);
     el.classList.add("lazyckpt-explorer");
-    el.style.setProperty("--explorer-height", "680px");
+    const resize = () => el.style.setProperty("--explorer-height", `${model.get("height")}px`);
+    resize();
+    model.on("change:height", resize);
+    el.dataset["lmSuppressShortcuts"] = "true"; // keys belong to the explorer, not to JupyterLab's commands
     render(<App api={new Api(transport)} routes={new VariableRoutes()} />, el);
     return () => {
+      model.off("change:height", resize);
       render(null, el);
       transport.close();
     };

@@ -4,8 +4,11 @@ import { ApiError, failure, requestKey, type Params, type Transport } from "./tr
 
 /** What anywidget gives: messages to and from Python. */
 export interface WidgetModel {
+  get(name: "height"): number;
   send(content: unknown, callbacks?: unknown, buffers?: ArrayBuffer[]): void;
   on(event: "msg:custom", callback: (content: Reply, buffers: DataView[]) => void): void;
+  on(event: "change:height", callback: () => void): void;
+  off(event: "change:height", callback: () => void): void;
   off(event: "msg:custom", callback: (content: Reply, buffers: DataView[]) => void): void;
 }
 
