@@ -5,7 +5,7 @@ import { Api } from "./api";
 import { App } from "./app";
 import { AddressRoutes, VariableRoutes } from "./route";
 import { FileTransport, HttpTransport } from "./transport";
-import { WidgetTransport, type WidgetModel } from "./widget";
+import { keepKeys, WidgetTransport, type WidgetModel } from "./widget";
 import "./style.css";
 
 /** What a host writes as JSON into the element #explorer-host. */
@@ -35,7 +35,7 @@ export default {
     const resize = () => el.style.setProperty("--explorer-height", `${model.get("height")}px`);
     resize();
     model.on("change:height", resize);
-    el.dataset["lmSuppressShortcuts"] = "true"; // keys belong to the explorer, not to JupyterLab's commands
+    keepKeys(el);
     render(<App api={new Api(transport)} routes={new VariableRoutes()} />, el);
     return () => {
       model.off("change:height", resize);

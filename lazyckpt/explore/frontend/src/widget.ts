@@ -52,3 +52,11 @@ export class WidgetTransport implements Transport {
     });
   }
 }
+
+/**
+ * Keeps keys that are pressed in an element from the commands of JupyterLab, where "x" cuts the cell. JupyterLab looks
+ * for this attribute at what has the focus first; at an element around it is too late.
+ */
+export function keepKeys(element: HTMLElement): void {
+  element.addEventListener("focusin", ({ target }) => (target as Element).setAttribute("data-lm-suppress-shortcuts", "true"));
+}
