@@ -1,6 +1,6 @@
 // The frame of the application: what is shown, its problems, the pages, the state and the theme.
 
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { About, Api, Problem, Side } from "./api";
 import { Explorer, linkTo, useLoaded, type Context } from "./context";
 import { isTyping, KEYS } from "./keys";
@@ -19,6 +19,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const step = route.params["step"];
   const about = useLoaded((signal) => api.json<About>("about", { step }, signal), [api, step]);
   const frame = useRef<HTMLDivElement>(null);
+  const left = useRef(false); // whether the focus was in the page that was left
   const [theme, setTheme] = useState<Theme>(keptTheme);
   const [around, setAround] = useState(hostTheme);
   useEffect(() => onHostTheme(() => setAround(hostTheme())), []);
@@ -40,6 +41,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
             go(params, page = route.page, replace = false) {
               const shared = Object.fromEntries(SHARED.map((name) => [name, route.params[name]]));
               const merged = { ...(page === route.page ? route.params : shared), ...params };
+              left.current = !!frame.current?.querySelector("main")?.matches(":focus-within");
               const given = Object.entries(merged).filter((pair): pair is [string, string] => !!pair[1]);
               routes.write({ page, params: Object.fromEntries(given) }, replace);
             },
@@ -52,6 +54,12 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   useEffect(() => {
     if (context && frame.current?.closest("#explorer")) document.title = `${shownName(context.about.title)} · lazyckpt`;
   }, [context?.about.title]);
+  useLayoutEffect(() => {
+    // the focus stays in the explorer when what had it is gone
+    const main = frame.current?.querySelector("main");
+    if (left.current && main && !main.matches(":focus-within")) main.focus({ preventScroll: true });
+    left.current = false;
+  }, [page?.id]);
   const switchTheme = () => {
     const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]!;
     keepTheme(next);
