@@ -151,7 +151,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
         <main tabIndex={-1}>
           <page.component key={page.id} />
         </main>
-        {window_ === "help" && <Help context={context} side={side} onClose={() => setWindow(null)} />}
+        {window_ === "help" && <Help context={context} side={side} linked={!!frame.current?.closest("#explorer")} onClose={() => setWindow(null)} />}
         {window_ === "problems" && <Problems sides={sides} onClose={() => setWindow(null)} />}
       </div>
     </Explorer.Provider>
@@ -215,7 +215,7 @@ function Problems({ sides, onClose }: { sides: Side[]; onClose(): void }) {
   );
 }
 
-function Help({ context, side, onClose }: { context: Context; side: Side; onClose(): void }) {
+function Help({ context, side, linked, onClose }: { context: Context; side: Side; linked: boolean; onClose(): void }) {
   return (
     <Dialog title="Help" onClose={onClose}>
       <dl class="keys">
@@ -226,7 +226,7 @@ function Help({ context, side, onClose }: { context: Context; side: Side; onClos
           <dd key={what}>{what}</dd>,
         ])}
       </dl>
-      <p>The address of the page is a link to what is on screen. Every picture and table can be saved.</p>
+      <p>{linked && "The address of the page is a link to what is on screen. "}Every picture and table can be saved.</p>
       <h3>This checkpoint</h3>
       <dl class="keys">
         {side.facts.map(([what, value]) => [<dt key={what}>{what}</dt>, <dd key={`=${what}`}>{shownName(value, 1000)}</dd>])}
