@@ -123,8 +123,11 @@ def test_hostile_names_do_nothing(browser: Browser, tmp_path: Path, host: str) -
         assert "experts" in found
         for name in HOSTILE:
             show(browser, "tensor", name)
-            until(browser, f"document.querySelector('main h2').textContent.startsWith({json.dumps(name[:2])}.slice(0, 1))"
-                  " || document.querySelector('main h2').textContent.startsWith('\\\\u')")
+            until(
+                browser,
+                f"document.querySelector('main h2').textContent.startsWith({json.dumps(name[:2])}.slice(0, 1))"
+                " || document.querySelector('main h2').textContent.startsWith('\\\\u')",
+            )
             assert not browser.js("return document.querySelector('.failure')")
         for page in found:
             show(browser, page, HOSTILE[0])

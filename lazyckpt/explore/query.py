@@ -13,7 +13,7 @@ class Cancelled(Exception):
 
 
 def parameters(text: str) -> dict[str, str]:
-    """Return the parameters in the query of an address. The application writes lone surrogates of names as UTF-8 would."""
+    """Return the parameters in the query of an address. Lone surrogates of names are written there as UTF-8 would."""
     try:
         return dict(parse_qsl(text, keep_blank_values=True, errors="surrogatepass"))
     except UnicodeDecodeError:
