@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,10 @@ import torch
 
 import lazyckpt
 import lazyckpt.demo as demo_files
+from lazyckpt.explore.api import Explorer
+from lazyckpt.explore.report import key_of, plans
+from lazyckpt.explore.server import asset
+from lazyckpt.explore.subject import Subject
 
 from .browser import Browser, chromium, running
 
@@ -146,3 +151,42 @@ def test_a_report_needs_no_network(browser: Browser, zero3: Path, tmp_path: Path
     browser.js("[...document.querySelectorAll('.top button')].at(-1).click()")
     assert "This is a report" in until(browser, "document.querySelector('dialog[open]')?.textContent")
     assert [one for one in browser.complaints() if not one.startswith("requested data:")] == []
+
+
+WIDGET = """
+const [source, answers, done] = arguments;
+let receive;
+const model = {
+  get: () => 500,
+  on: (event, callback) => { if (event === "msg:custom") receive = callback; },
+  off: () => {},
+  send: ({id, request}) => request && setTimeout(() => {
+    const body = Uint8Array.from(atob(answers[request] ?? ""), c => c.charCodeAt(0));
+    receive({id, status: request in answers ? 200 : 404}, [new DataView(body.buffer)]);
+  }),
+};
+import(URL.createObjectURL(new Blob([source], {type: "text/javascript"}))).then(
+  found => { found.default.render({model, el: document.getElementById("output")}); done(""); },
+  error => done(String(error)));
+"""
+
+
+def test_a_widget_obeys_its_notebook(browser: Browser, zero3: Path) -> None:
+    explorer = Explorer(Subject(lazyckpt.open(zero3)))
+    answers = {
+        key_of(one): base64.b64encode(explorer.answer(one.path, one.values).body).decode()
+        for one in plans(explorer.subject)
+        if not one.reads
+    }
+    style = f"<style>{asset('explorer.css').decode()}</style>"
+    browser.show(f"{style}<p>a cell</p><div id='output'></div>", body="data-jp-theme-light='false'")
+    assert browser.driver.execute_async_script(WIDGET, asset("explorer.js").decode(), answers) == ""
+    until(browser, "document.querySelector('#output [role=treeitem]')")
+    assert browser.js("return document.getElementById('output').clientHeight") == 500
+    theme = "document.getElementById('output').dataset.theme"
+    assert browser.js(f"return {theme}") == "dark"
+    browser.js("document.body.dataset.jpThemeLight = 'true'")
+    until(browser, f"{theme} === 'light'")
+    browser.all("#output [role=treeitem]")[0].click()
+    focused = until(browser, "document.activeElement.closest('#output') && document.activeElement")
+    assert focused.get_attribute("data-lm-suppress-shortcuts")  # JupyterLab looks for it there
