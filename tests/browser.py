@@ -74,8 +74,11 @@ def chromium() -> tuple[str, str]:
 
 
 @contextmanager
-def running(folder: Path, profile: Path) -> Iterator[Browser]:
-    """A browser that is closed in the end. ``LAZYCKPT_SCREENSHOTS``: where its pictures are kept, else ``folder``."""
+def running(folder: Path, profile: Path, *flags: str) -> Iterator[Browser]:
+    """A browser that is closed in the end. ``LAZYCKPT_SCREENSHOTS``: where its pictures are kept, else ``folder``.
+
+    ``flags``: further options of Chromium.
+    """
     binary, chromedriver = chromium()
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
@@ -83,6 +86,8 @@ def running(folder: Path, profile: Path) -> Iterator[Browser]:
     options = webdriver.ChromeOptions()
     options.binary_location = binary
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"):
+        options.add_argument(flag)
+    for flag in flags:
         options.add_argument(flag)
     options.add_argument(f"--user-data-dir={profile}")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})

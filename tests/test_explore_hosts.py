@@ -16,6 +16,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.explore.api import Explorer
+from lazyckpt.explore.query import parameters
 from lazyckpt.explore.report import key_of
 from lazyckpt.explore.subject import Subject, Wanted
 from lazyckpt.explore.widget import Channel
@@ -78,6 +79,12 @@ def test_a_report_never_replaces_the_checkpoint(view: lazyckpt.CheckpointView, t
 def test_requests_are_named_as_browsers_name_them() -> None:
     wanted = Wanted("tensor", {"name": "a b/ü#?%&=!'()*~", "state": "", "dim": "1"})
     assert key_of(wanted) == "tensor?dim=1&name=a%20b%2F%C3%BC%23%3F%25%26%3D!'()*~"
+    assert key_of(Wanted("tensor", {"name": "\ud800"})) == "tensor?name=%ED%A0%80"
+
+
+def test_parameters_may_hold_what_utf8_has_not() -> None:
+    assert parameters("name=%ED%A0%80+a&of=") == {"name": "\ud800 a", "of": ""}
+    assert parameters("name=%FF") == {"name": "\ufffd"}  # no text: read as browsers read it
 
 
 def test_a_widget_answers_messages(view: lazyckpt.CheckpointView) -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from urllib.parse import parse_qsl
 
 from ..errors import DataError, some
 
 
 class Cancelled(Exception):
     """The answer is no longer wanted."""
+
+
+def parameters(text: str) -> dict[str, str]:
+    """Return the parameters in the query of an address. Lone surrogates of names are written there as UTF-8 would."""
+    try:
+        return dict(parse_qsl(text, keep_blank_values=True, errors="surrogatepass"))
+    except UnicodeDecodeError:
+        return dict(parse_qsl(text, keep_blank_values=True))
 
 
 class Query:

@@ -60,7 +60,7 @@ def key_of(wanted: Wanted) -> str:
 
 
 def _quoted(text: str) -> str:
-    return quote(text.encode("utf-8", "replace"), safe="!'()*-._~")  # as encodeURIComponent of browsers
+    return quote(text.encode("utf-8", "surrogatepass"), safe="!'()*-._~")  # as the application's percentEncoded
 
 
 def plans(subject: Subject) -> Iterator[Wanted]:

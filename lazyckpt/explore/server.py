@@ -24,7 +24,7 @@ from ..errors import DataError, LazyckptError
 from .api import Answer, Explorer, failed
 from .guard import Guard, new_token
 from .packing import VERSION, to_json
-from .query import Cancelled
+from .query import Cancelled, parameters
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -108,7 +108,7 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
         return _sent(request, Answer(asset(name), ASSETS[name]), kept)
 
     async def api(request: Request) -> Response:
-        values = dict(request.query_params)
+        values = parameters(request.url.query)
         values.pop("token", None)
         gone = threading.Event()
 

@@ -11,12 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
-from urllib.parse import parse_qsl
 
 from ..errors import DataError
 from .api import Explorer
 from .packing import to_json
-from .query import Cancelled
+from .query import Cancelled, parameters
 from .server import asset
 
 _THREADS = 4  # requests of all widgets that are answered at the same time
@@ -58,8 +57,7 @@ class Channel:
         path, _, query = request.partition("?")
         try:
             if self._wanted.get(number):
-                values = dict(parse_qsl(query, keep_blank_values=True))
-                answer = self._explorer.answer(path, values, lambda: self._wanted.get(number, False))
+                answer = self._explorer.answer(path, parameters(query), lambda: self._wanted.get(number, False))
                 self._send({"id": number, "status": answer.status}, [answer.body])
         except Cancelled:
             pass  # the page has forgotten the request

@@ -1,12 +1,12 @@
 // The frame of the application: what is shown, its problems, the pages, the state and the theme.
 
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { About, Api, Problem, Side } from "./api";
 import { Explorer, linkTo, useLoaded, type Context } from "./context";
 import { isTyping, KEYS } from "./keys";
 import { PAGES } from "./pages";
 import type { RouteStore } from "./route";
-import { keepTheme, keptTheme, THEMES, type Theme } from "./theme";
+import { hostTheme, keepTheme, keptTheme, onHostTheme, THEMES, type Theme } from "./theme";
 import { Dialog } from "./ui/dialog";
 import { Failure } from "./ui/failure";
 import { bytes, count, grouped, shownName } from "./ui/text";
@@ -19,13 +19,17 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const step = route.params["step"];
   const about = useLoaded((signal) => api.json<About>("about", { step }, signal), [api, step]);
   const frame = useRef<HTMLDivElement>(null);
+  const left = useRef(false); // whether the focus was in the page that was left
   const [theme, setTheme] = useState<Theme>(keptTheme);
+  const [around, setAround] = useState(hostTheme);
+  useEffect(() => onHostTheme(() => setAround(hostTheme())), []);
   const [window_, setWindow] = useState<"help" | "problems" | null>(null);
   useEffect(() => {
     const root = frame.current?.closest<HTMLElement>(".lazyckpt-explorer");
     if (!root) return;
-    if (theme === "auto") delete root.dataset["theme"];
-    else root.dataset["theme"] = theme;
+    const shown = theme === "auto" ? around : theme;
+    if (shown) root.dataset["theme"] = shown;
+    else delete root.dataset["theme"];
   });
   const context = useMemo<Context | null>(
     () =>
@@ -37,6 +41,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
             go(params, page = route.page, replace = false) {
               const shared = Object.fromEntries(SHARED.map((name) => [name, route.params[name]]));
               const merged = { ...(page === route.page ? route.params : shared), ...params };
+              left.current = !!frame.current?.querySelector("main")?.matches(":focus-within");
               const given = Object.entries(merged).filter((pair): pair is [string, string] => !!pair[1]);
               routes.write({ page, params: Object.fromEntries(given) }, replace);
             },
@@ -49,6 +54,12 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   useEffect(() => {
     if (context && frame.current?.closest("#explorer")) document.title = `${shownName(context.about.title)} · lazyckpt`;
   }, [context?.about.title]);
+  useLayoutEffect(() => {
+    // the focus stays in the explorer when what had it is gone
+    const main = frame.current?.querySelector("main");
+    if (left.current && main && !main.matches(":focus-within")) main.focus({ preventScroll: true });
+    left.current = false;
+  }, [page?.id]);
   const switchTheme = () => {
     const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]!;
     keepTheme(next);
@@ -140,7 +151,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
         <main tabIndex={-1}>
           <page.component key={page.id} />
         </main>
-        {window_ === "help" && <Help context={context} side={side} onClose={() => setWindow(null)} />}
+        {window_ === "help" && <Help context={context} side={side} linked={!!frame.current?.closest("#explorer")} onClose={() => setWindow(null)} />}
         {window_ === "problems" && <Problems sides={sides} onClose={() => setWindow(null)} />}
       </div>
     </Explorer.Provider>
@@ -204,7 +215,7 @@ function Problems({ sides, onClose }: { sides: Side[]; onClose(): void }) {
   );
 }
 
-function Help({ context, side, onClose }: { context: Context; side: Side; onClose(): void }) {
+function Help({ context, side, linked, onClose }: { context: Context; side: Side; linked: boolean; onClose(): void }) {
   return (
     <Dialog title="Help" onClose={onClose}>
       <dl class="keys">
@@ -215,7 +226,7 @@ function Help({ context, side, onClose }: { context: Context; side: Side; onClos
           <dd key={what}>{what}</dd>,
         ])}
       </dl>
-      <p>The address of the page is a link to what is on screen. Every picture and table can be saved.</p>
+      <p>{linked && "The address of the page is a link to what is on screen. "}Every picture and table can be saved.</p>
       <h3>This checkpoint</h3>
       <dl class="keys">
         {side.facts.map(([what, value]) => [<dt key={what}>{what}</dt>, <dd key={`=${what}`}>{shownName(value, 1000)}</dd>])}

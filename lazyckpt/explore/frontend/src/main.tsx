@@ -5,7 +5,7 @@ import { Api } from "./api";
 import { App } from "./app";
 import { AddressRoutes, VariableRoutes } from "./route";
 import { FileTransport, HttpTransport } from "./transport";
-import { WidgetTransport, type WidgetModel } from "./widget";
+import { keepKeys, WidgetTransport, type WidgetModel } from "./widget";
 import "./style.css";
 
 /** What a host writes as JSON into the element #explorer-host. */
@@ -32,9 +32,13 @@ export default {
   render({ model, el }: { model: WidgetModel; el: HTMLElement }) {
     const transport = new WidgetTransport(model);
     el.classList.add("lazyckpt-explorer");
-    el.style.setProperty("--explorer-height", "680px");
+    const resize = () => el.style.setProperty("--explorer-height", `${model.get("height")}px`);
+    resize();
+    model.on("change:height", resize);
+    keepKeys(el);
     render(<App api={new Api(transport)} routes={new VariableRoutes()} />, el);
     return () => {
+      model.off("change:height", resize);
       render(null, el);
       transport.close();
     };

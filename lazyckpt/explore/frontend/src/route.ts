@@ -1,5 +1,7 @@
 // The state of the page as a link: the page's name and its parameters.
 
+import { percentDecoded, percentEncoded } from "./percent";
+
 export interface Route {
   page: string;
   params: Record<string, string>;
@@ -7,11 +9,21 @@ export interface Route {
 
 export function parseRoute(text: string): Route {
   const [page = "", query = ""] = text.replace(/^#?\/?/, "").split("?", 2);
-  return { page, params: Object.fromEntries(new URLSearchParams(query)) };
+  const pairs = query.split("&").filter((pair) => pair !== "");
+  return {
+    page,
+    params: Object.fromEntries(
+      pairs.map((pair) => {
+        const [name = "", ...value] = pair.split("=");
+        return [percentDecoded(name), percentDecoded(value.join("="))];
+      }),
+    ),
+  };
 }
 
 export function formatRoute({ page, params }: Route): string {
-  const query = new URLSearchParams(Object.entries(params).filter(([, value]) => value !== "")).toString();
+  const given = Object.entries(params).filter(([, value]) => value !== "");
+  const query = given.map(([name, value]) => `${percentEncoded(name)}=${percentEncoded(value)}`).join("&");
   return `#/${page}${query && `?${query}`}`;
 }
 

@@ -1,4 +1,4 @@
-// The theme: as the system has it, light, or dark; kept in the browser.
+// The theme: as the notebook or the system has it, light, or dark; kept in the browser.
 
 export const THEMES = ["auto", "light", "dark"] as const;
 export type Theme = (typeof THEMES)[number];
@@ -20,4 +20,21 @@ export function keepTheme(theme: Theme): void {
   } catch {
     // a browser may refuse storage to this page: the theme holds until it is closed
   }
+}
+
+const LIGHT = "body[data-jp-theme-light='true'], body.vscode-light, html[data-theme='light']";
+const DARK = "body[data-jp-theme-light='false'], body.vscode-dark, html[data-theme='dark']";
+
+/** The theme of the notebook around the explorer, which may differ from the system's. */
+export function hostTheme(): "light" | "dark" | undefined {
+  return document.querySelector(DARK) ? "dark" : document.querySelector(LIGHT) ? "light" : undefined;
+}
+
+/** Calls when the theme of the notebook may have changed. */
+export function onHostTheme(changed: () => void): () => void {
+  const observer = new MutationObserver(changed);
+  const watched = { attributes: true, attributeFilter: ["class", "data-theme", "data-jp-theme-light"] };
+  observer.observe(document.documentElement, watched);
+  observer.observe(document.body, watched);
+  return () => observer.disconnect();
 }

@@ -1,5 +1,7 @@
 // How requests reach the API: over HTTP, over the channel of a widget, or from answers that a file holds.
 
+import { percentEncoded } from "./percent";
+
 export type Params = Record<string, string | number | undefined>;
 
 export interface Transport {
@@ -23,7 +25,7 @@ export class ApiError extends Error {
 export function requestKey(path: string, params: Params): string {
   const given = Object.entries(params).filter(([, value]) => value !== undefined && value !== "");
   given.sort(([a], [b]) => (a < b ? -1 : a > b ? 1 : 0));
-  const text = given.map(([name, value]) => `${encodeURIComponent(name)}=${encodeURIComponent(String(value))}`);
+  const text = given.map(([name, value]) => `${percentEncoded(name)}=${percentEncoded(String(value))}`);
   return text.length ? `${path}?${text.join("&")}` : path;
 }
 

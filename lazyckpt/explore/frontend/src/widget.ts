@@ -4,8 +4,11 @@ import { ApiError, failure, requestKey, type Params, type Transport } from "./tr
 
 /** What anywidget gives: messages to and from Python. */
 export interface WidgetModel {
+  get(name: "height"): number;
   send(content: unknown, callbacks?: unknown, buffers?: ArrayBuffer[]): void;
   on(event: "msg:custom", callback: (content: Reply, buffers: DataView[]) => void): void;
+  on(event: "change:height", callback: () => void): void;
+  off(event: "change:height", callback: () => void): void;
   off(event: "msg:custom", callback: (content: Reply, buffers: DataView[]) => void): void;
 }
 
@@ -48,4 +51,12 @@ export class WidgetTransport implements Transport {
       this.model.send({ id, request: requestKey(path, params) });
     });
   }
+}
+
+/**
+ * Keeps keys that are pressed in an element from the commands of JupyterLab, where "x" cuts the cell. JupyterLab looks
+ * for this attribute at what has the focus first; at an element around it is too late.
+ */
+export function keepKeys(element: HTMLElement): void {
+  element.addEventListener("focusin", ({ target }) => (target as Element).setAttribute("data-lm-suppress-shortcuts", "true"));
 }

@@ -284,12 +284,12 @@ function markOf(rank: Rank | undefined, files: File[]): string {
 }
 
 const FILES: Column<File>[] = [
-  { key: "path", title: "file", value: (file) => file.path, cell: (file) => <span class="mono">{shownName(file.path)}</span>, width: "minmax(280px,2fr)" },
+  { key: "path", title: "file", value: (file) => file.path, cell: (file) => <span class="mono">{shownName(file.path)}</span>, width: "minmax(280px,4fr)" },
   { key: "size", title: "size of the file", number: true, value: (file) => file.size, cell: (file) => (file.size === null ? "missing" : bytes(file.size)), width: "120px" },
   { key: "bytes", title: "of the tensors", number: true, value: (file) => file.nbytes, cell: (file) => bytes(file.nbytes), width: "120px" },
   { key: "tensors", title: "tensors", number: true, value: (file) => file.tensors, width: "90px" },
   {
-    key: "problems", title: "problems", width: "minmax(120px,1fr)",
+    key: "problems", title: "problems", width: "minmax(90px,1fr)",
     value: (file) => [file.missing ? "missing" : "", ...file.problems.map(({ code }) => code)].filter(Boolean).join(", "),
     cell: (file) => <span class="error">{[file.missing ? "missing" : "", ...file.problems.map(({ code }) => code)].filter(Boolean).join(", ")}</span>,
   },

@@ -13,7 +13,7 @@ import { Failure } from "../ui/failure";
 import { Sparkline } from "../ui/line";
 import { saveCsv } from "../ui/save";
 import { shortNumber } from "../ui/axis";
-import { bytes, grouped, shownName } from "../ui/text";
+import { bytes, grouped, newId, shownName } from "../ui/text";
 import { VirtualList } from "../ui/virtual";
 import "./tree.css";
 
@@ -31,6 +31,7 @@ export function TreePage() {
 
 function TreeOf({ state }: { state: State }) {
   const { api, route, go } = useExplorer();
+  const [rowId] = useState(() => newId("row")); // a notebook may show several trees
   const { q = "", sort = "name", open: opened, each = "", at, name } = route.params;
   const params = { state: route.params["state"], step: route.params["step"], side: route.params["side"] };
   const marks = useLoaded((signal) => loadMarks(api, params, signal), [state]).value;
@@ -130,7 +131,7 @@ function TreeOf({ state }: { state: State }) {
     return (
       <div
         key={`${row.key}${row.leaf ? "" : "/"}`}
-        id={`row-${index}`}
+        id={`${rowId}-${index}`}
         role="treeitem"
         aria-level={row.depth + 1}
         aria-setsize={row.siblings}
@@ -251,7 +252,7 @@ function TreeOf({ state }: { state: State }) {
               role="tree"
               aria-label="Tensors"
               tabIndex={0}
-              aria-activedescendant={active >= 0 ? `row-${active}` : undefined}
+              aria-activedescendant={active >= 0 ? `${rowId}-${active}` : undefined}
               class={`tree${norms ? " with-norm" : ""}`}
               count={rows.length}
               rowHeight={ROW}

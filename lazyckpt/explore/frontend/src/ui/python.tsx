@@ -39,7 +39,7 @@ export function Python({ code }: { code: string }) {
       <span class="python-lang" aria-hidden="true">
         Python
       </span>
-      <code>{code}</code>
+      <code tabIndex={0}>{code}</code>
       <CopyButton text={code} label="copy this line" />
     </p>
   );

@@ -7,6 +7,8 @@ import { grouped } from "./text";
 import { VirtualList } from "./virtual";
 import "./table.css";
 
+const GAP = 12; // px between columns, and at either end
+
 export interface Column<T> {
   /** Identifies the column, also in links. */
   key: string;
@@ -53,7 +55,9 @@ export function DataTable<T>(props: Props<T>) {
   const sort = props.onSort ? (props.sort ?? null) : own;
   const setSort = props.onSort ?? setOwn;
   const sorted = useMemo(() => sortedBy(rows, columns, sort), [rows, columns, sort?.key, sort?.down]);
-  const grid = { gridTemplateColumns: columns.map((c) => c.width ?? (c.number ? "110px" : "minmax(140px,1fr)")).join(" ") };
+  const widths = columns.map((c) => c.width ?? (c.number ? "110px" : "minmax(140px,1fr)"));
+  const least = widths.reduce((sum, width) => sum + Number(/^(?:minmax\()?(\d+)px/.exec(width)?.[1] ?? 80) + GAP, GAP);
+  const grid = { gridTemplateColumns: widths.join(" "), minWidth: `${least}px` }; // the same for all rows, whatever they hold
   const head = (
     <div class="table-row table-head" role="row" style={grid}>
       {columns.map((column) => {

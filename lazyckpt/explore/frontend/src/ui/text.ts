@@ -35,3 +35,13 @@ export function shownName(name: string, longest = LONGEST): string {
   const safe = name.replace(UNSAFE, (c) => `\\u{${c.codePointAt(0)!.toString(16)}}`);
   return safe.length <= longest ? safe : `${safe.slice(0, longest / 2)}…${safe.slice(-longest / 2)}`;
 }
+
+let ids = 0;
+
+/** An id that no other element of the page has, whatever a notebook shows besides. */
+export function newId(kind: string): string {
+  ids += 1;
+  return `lazyckpt-${PAGE}-${kind}-${ids}`;
+}
+
+const PAGE = Math.random().toString(36).slice(2, 8); // widgets load this module more than once
