@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..layouts.stages import expert_of
 from ..lazy import LazyArray
 from .expert_norms import parts_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 SAMPLE = 256 << 20
 """Bytes that `expert_likeness` reads of a layer by default."""

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ..core.box import Box
 from ..errors import DataError
@@ -19,6 +18,11 @@ from .bits import has_bits, values_and_counts
 from .moments import Moments, even_edges, of_counts, of_numbers
 from .numbers import Array, number_shape
 from .planes import checked, even_cells, fold_all, plane_of, source_of
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 BINS = 2000
 """Maximum number of bins."""

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from ..errors import DataError, LazyckptError
 from ..jobs.batching import Task
@@ -40,6 +39,11 @@ from .moments import (
     values,
 )
 from .table import Histogram, Stats, Table, row
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 # -- Singular values of a matrix that is not in memory.
 

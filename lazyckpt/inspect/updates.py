@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.specs import TensorSpec
 from ..errors import LazyckptError, and_more
@@ -22,6 +20,11 @@ from ..jobs.executor import OVERHEAD, runner
 from ..jobs.progress import Bar
 from ..lazy import LazyArray
 from .rows import Rows, aligned, printed
+
+if TYPE_CHECKING:
+    import torch
+else:
+    from ..deferred import torch
 
 _RUN = 1 << 22  # elements of a task
 _PIECE = 1 << 18  # elements at a time

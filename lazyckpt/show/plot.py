@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from ..core.units import plural
 from ..errors import DataError
 from ..inspect.expert_norms import expert_norms
@@ -28,8 +26,11 @@ from .style import import_matplotlib
 from .value_plots import bits, heatmap, side_norms
 
 if TYPE_CHECKING:
+    import torch
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:
+    from ..deferred import torch
 
 _COLUMNS = ("mean", "std", "min", "max", "absmax", "l1", "l2", "zeros", "nan", "posinf", "neginf")
 
