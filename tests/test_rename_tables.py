@@ -654,6 +654,70 @@ def test_falcon_by_the_configuration_of_nemo(tmp_path: Path) -> None:
     assert set(back) == set(tensors) and all(torch.equal(back[name][...], one) for name, one in tensors.items())
 
 
+@pytest.mark.parametrize(
+    ("model", "config", "groups"),
+    [
+        ("falcon", {}, 2),
+        ("falcon", {"model_type": "RefinedWeb", "num_kv_heads": None, "n_head_kv": 2}, 2),
+        ("falcon 7b", {}, 1),
+        ("falcon 7b", {"multi_query": None}, 1),
+        ("falcon 7b", {"model_type": "RefinedWebModel"}, 1),
+        ("falcon rw", {}, 4),
+        ("gpt_bigcode", {"multi_query": True, "num_key_value_heads": None}, 1),
+        ("gpt_bigcode", {"num_key_value_heads": None}, 1),
+    ],
+)
+def test_groups_of_heads_that_to_megatron_writes(
+    tmp_path: Path, model: str, config: dict[str, object], groups: int
+) -> None:
+    tiny_models.write(tmp_path / "hf", model)
+    found = {name: value for name, value in {**tiny_models.config_of(model), **config}.items() if value is not None}
+    if model == "falcon" and config:
+        del found["new_decoder_architecture"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(found))
+    lazyckpt.open(tmp_path / "hf").rename("megatron").to_megatron(tmp_path / "megatron")
+    args = lazyckpt.open(tmp_path / "megatron").meta["args"]
+    assert (args.num_query_groups, args.group_query_attention) == (groups, groups != 4)
+
+
+@pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3"])
+def test_ranks_of_latent_attention_that_to_megatron_writes(tmp_path: Path, model: str) -> None:
+    """Its arguments tell how wide the down projections are, which Megatron's own layers cut."""
+    view, there, _ = moved(tmp_path / "hf", model)
+    there.to_megatron(tmp_path / "megatron", tp=2)
+    back = lazyckpt.open(tmp_path / "megatron")
+    assert not back.problems and all(torch.equal(back[name][...], there[name][...]) for name in there.specs)
+    assert set(back.rename("hf").specs) == set(view.specs)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("t5", ["shared.weight"]),
+        ("bert", ["bert.embeddings.word_embeddings.weight", "cls.predictions.bias"]),
+        ("nemotron_h", ["backbone.embedding.weight", "lm_head.weight"]),
+    ],
+)
+def test_vocabularies_of_these_families_are_padded(tmp_path: Path, model: str, names: list[str]) -> None:
+    tiny_models.write(tmp_path, model)
+    view = lazyckpt.open(tmp_path)
+    shard = view.shard(vocab_multiple=7, rank=0)
+    assert {name for name in view.specs if shard.specs[name].shape != view.specs[name].shape} == set(names)
+    assert all(shard[name].shape[0] == 35 and bool((shard[name][32:] == 0).all()) for name in names)
+
+
+def test_two_names_that_are_one_in_the_other_terms(tmp_path: Path) -> None:
+    """The bias of BERT's head has two names, which megatron-core's has not."""
+    tiny_models.write(tmp_path, "bert")
+    config = tiny_models.config_of("bert") | {"architectures": ["BertForPreTraining"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    view = lazyckpt.open(tmp_path)
+    assert view.aliases["cls.predictions.decoder.bias"] == "cls.predictions.bias"
+    there = view.rename("megatron")
+    assert dict(there.aliases) == {"output_layer.weight": "embedding.word_embeddings.weight"}
+    assert list(there).count("output_layer.bias") == 1 and all(a != b for a, b in there.rename("hf").aliases.items())
+
+
 @pytest.mark.parametrize(("model", "why"), [("phi", "side by side"), ("umt5", "relative positions")])
 def test_why_an_architecture_has_no_table(tmp_path: Path, model: str, why: str) -> None:
     tiny_models.write(tmp_path, "llama")

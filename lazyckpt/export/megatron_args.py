@@ -46,6 +46,14 @@ _CONFIG = {
     "intermediate_size": "ffn_hidden_size",
     "num_experts_per_tok": "moe_router_topk",
 }
+# the same of latent attention
+_LATENT = {
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
+}
 
 
 def source_args(meta: Mapping[str, Any], lost: Lost) -> argparse.Namespace:
@@ -190,7 +198,10 @@ def _in_config(meta: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     config = config.get("text_config", config) if isinstance(config, dict) else {}
     turning = config.get("rope_parameters")  # since transformers 5
     config = {**(turning if isinstance(turning, dict) else {}), **config}
-    for name, argument in _CONFIG.items():
+    latent = type(config.get("kv_lora_rank")) is int
+    if latent:
+        yield "multi_latent_attention", True
+    for name, argument in (_CONFIG | _LATENT if latent else _CONFIG).items():
         if type(config.get(name)) in (int, float):
             yield argument, config[name]
     if "rms_norm_eps" in config:

@@ -145,9 +145,10 @@ def renamed_index(
         found = mtp.nested(found, inner)
     tied = args.get("untie_embeddings_and_output_weights") is False
     aliases = {
-        new: report.one.get(owner, owner)
+        new: owned
         for old, owner in index.aliases.items()
         if any(owner in s for s in states.values())
+        and (owned := report.one.get(owner, owner)) != new_names(old, entries, back)[0]  # two names that are one there
         and not ((new := new_names(old, entries, back)[0]) == _HEAD and tied)  # Megatron's tied models have none
     }
     aliases |= _ties(found, entries) if tied and not back else {}
@@ -203,9 +204,18 @@ def _heads_in(config: Mapping[str, Any], *, tower: bool = False) -> Heads | None
     heads = first(
         "num_attention_heads", "n_head", *(("num_heads",) if tower or "d_kv" in config else ())
     )  # not Mamba's
-    groups = first("num_key_value_heads")
+    groups = first("num_key_value_heads") or _older_groups(config)
     dim, hidden = first("head_dim", "d_kv"), first("embed_dim", "hidden_size", "n_embd", "d_model")
     return _heads(heads, heads if groups is None else groups, dim, hidden)
+
+
+def _older_groups(config: Mapping[str, Any]) -> Any:
+    """Return the groups that Falcon's and GPTBigCode's configurations name otherwise; None if they have none."""
+    kind = config.get("model_type")
+    if kind in ("RefinedWeb", "falcon") and config.get("new_decoder_architecture", kind == "RefinedWeb"):
+        return config.get("num_kv_heads", config.get("n_head_kv"))
+    several = kind in ("falcon", "RefinedWebModel", "gpt_bigcode") and config.get("multi_query", True) is True
+    return 1 if several else None
 
 
 def _heads(heads: Any, groups: Any, dim: Any, hidden: Any) -> Heads | None:
