@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from inspect import signature
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -17,11 +18,13 @@ from .explore.query import Query
 from .explore.server import Server
 from .explore.sharing import Folder, Zarr, routes
 from .explore.subject import Subject
+from .io.storage.credentials import without_secrets
 from .runs.view import RunView
 from .view import CheckpointView
 
 T = TypeVar("T")
 Source = CheckpointView | str | os.PathLike[str]
+_OF_ONE = ("tag", "format", "rules", "base")  # options of one checkpoint, which a run does not take
 
 
 def subject_of(source: Source, other: Source | None = None, options: Mapping[str, Any] | None = None) -> Subject:
@@ -31,7 +34,7 @@ def subject_of(source: Source, other: Source | None = None, options: Mapping[str
     ----------
     source
         A view, or a path. The folder of a run with two or more checkpoints is shown as a run, unless ``options`` name
-        one of them (``tag``).
+        one of them (``tag``) or say how to read it (``format``, ``rules``, ``base``), which runs have no use for.
     other
         A second view or path, to compare the first one with.
     options
@@ -43,12 +46,12 @@ def subject_of(source: Source, other: Source | None = None, options: Mapping[str
         As `lazyckpt.open` raises it.
     """
     options = dict(options or {})
-    title = "" if isinstance(source, CheckpointView) else os.fspath(source)
+    title = "" if isinstance(source, CheckpointView) else title_of(source)
     if other is not None:
         return Subject(_opened(source, options), _opened(other, options), title=_joined(source, other))
     if isinstance(source, RunView):
         return Subject(source, run=source, title=title)
-    if not isinstance(source, CheckpointView) and not options.get("tag") and not options.get("format"):
+    if not isinstance(source, CheckpointView) and not any(options.get(name) for name in _OF_ONE):
         run = _run_of(source, options)
         if run is not None:
             return Subject(run, run=run, title=title)
@@ -59,9 +62,16 @@ def _opened(source: Source, options: Mapping[str, Any]) -> CheckpointView:
     return source if isinstance(source, CheckpointView) else CheckpointView(source, **options)
 
 
+def title_of(source: Source) -> str:
+    """Return what pages and reports call a view, path or URL: without the user and the query of a URL."""
+    if isinstance(source, CheckpointView):
+        return source.root
+    text = os.fspath(source)
+    return without_secrets(text, {}) if "://" in text else text
+
+
 def _joined(a: Source, b: Source) -> str:
-    texts = [one.root if isinstance(one, CheckpointView) else os.fspath(one) for one in (a, b)]
-    return " and ".join(texts)
+    return f"{title_of(a)} and {title_of(b)}"
 
 
 def _run_of(path: str | os.PathLike[str], options: Mapping[str, Any]) -> RunView | None:
@@ -137,6 +147,9 @@ def serve(
     >>> server.url  # doctest: +SKIP
     'http://127.0.0.1:43521/?token=...'
     """
+    unknown = options.keys() - signature(CheckpointView).parameters.keys()
+    if unknown:  # otherwise only a thread would know it
+        raise TypeError(f"serve() got an unexpected keyword argument {min(unknown)!r}")
     explorer = Later(lambda: Explorer(subject_of(source, other, options)))
     explorer.start()
     path = None if isinstance(source, CheckpointView) else os.fspath(source)
@@ -210,7 +223,7 @@ class Later(Generic[T]):
         """Return it, or raise what making it raised."""
         with self._lock:
             if self._error is not None:
-                raise self._error
+                raise self._error.with_traceback(None)  # else it keeps the frames of all who asked
             if self._made is None:
                 try:
                     self._made = self._make()

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +21,7 @@ import lazyckpt
 from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.server import Server
 from lazyckpt.explore.subject import Subject
+from lazyckpt.exploring import Later, subject_of, title_of
 
 
 @pytest.fixture
@@ -98,6 +103,85 @@ def test_without_the_token_nothing_is_shown(server: Server, headers: dict[str, s
 def test_pages_of_other_sites_are_refused(server: Server, headers: dict[str, str], status: int) -> None:
     known = {"Authorization": f"Bearer {server.token}", **headers}
     assert httpx.get(f"{base(server)}/api/v1/about", headers=known).status_code == status
+
+
+@pytest.mark.parametrize("others", ['a={"b": 1}; ', "path=1; ", "a[b]=1; ", "a=x y; ", ""])
+def test_cookies_of_other_ports_change_nothing(server: Server, others: str) -> None:
+    own = f"lazyckpt-{server.port}={server.token}"
+    url = f"{base(server)}/api/v1/about"
+    assert httpx.get(url, headers={"Cookie": f'{others}{own}; c="d'}).status_code == 200
+    assert httpx.get(url, headers={"Cookie": f"{others}x{own}"}).status_code == 403
+
+
+def test_an_origin_that_is_no_address_is_refused(server: Server) -> None:
+    headers = {"Origin": "http://[", "Authorization": f"Bearer {server.token}"}
+    assert httpx.get(f"{base(server)}/api/v1/about", headers=headers).status_code == 403
+
+
+@pytest.mark.parametrize("token", ["a b", "a/b", "a;b", "a?b", "a#b", "é", "a\r\nb", "%41"])
+def test_a_token_is_a_part_of_an_address(model: Path, token: str) -> None:
+    with pytest.raises(lazyckpt.DataError, match="token"):
+        lazyckpt.serve(model, token=token)
+
+
+def test_an_unknown_option_is_an_error_at_once(model: Path) -> None:
+    with pytest.raises(TypeError, match="prot"):
+        lazyckpt.serve(model, prot=80)
+
+
+def test_an_error_of_opening_keeps_nothing_of_requests(tmp_path: Path) -> None:
+    failing = Later(lambda: lazyckpt.open(tmp_path / "nothing"))
+    depths = []
+    for _ in range(3):
+        with pytest.raises(lazyckpt.MissingFileError) as found:
+            failing.get()
+        depths.append(len(found.traceback))
+    assert depths[1] == depths[2]
+
+
+def test_rules_are_for_one_checkpoint_of_a_run(tmp_path: Path) -> None:
+    for step in (1, 2):
+        torch.save({"w": torch.full((2,), float(step))}, tmp_path / f"step_{step}.pt")
+    assert subject_of(tmp_path).kind == "run"
+    assert subject_of(tmp_path, options={"rules": {"w": "replicated"}}).kind == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("source", "title"),
+    [
+        ("https://me:secret@host/a/model.pt?signature=secret", "https://host/a/model.pt"),
+        ("runs/what?/a@b", "runs/what?/a@b"),
+        ("hf://org/model@main", "hf://org/model@main"),
+    ],
+)
+def test_titles_have_no_credentials(source: str, title: str) -> None:
+    assert title_of(source) == title
+
+
+def test_what_the_folder_needs_is_light() -> None:
+    code = "import sys, lazyckpt.exploring, lazyckpt.recipes.parts, lazyckpt.recipes.unquantized\n"
+    code += "sys.exit('torch.distributed.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("path", ["api/v1/about", "hf/"])
+def test_ctrl_c_does_not_wait_for_a_silent_storage(path: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/model.safetensors"
+        command = [sys.executable, "-u", "-m", "lazyckpt", "serve", "--token", "abc", url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            page = process.stdout.readline().split(" at ")[1].strip()
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.get(page.replace("?token=abc", f"t/abc/{path}"), timeout=1)
+            process.send_signal(signal.SIGINT)
+            try:
+                _, errors = process.communicate(timeout=30)
+            finally:
+                process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in errors
 
 
 def test_only_reading_is_possible(server: Server) -> None:

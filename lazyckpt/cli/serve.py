@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import webbrowser
 from typing import Annotated
 
@@ -9,7 +11,7 @@ import typer
 
 from ..core.dtypes import dtype_named
 from ..exploring import serve as serving
-from .console import write_line
+from .console import write_error, write_line
 from .options import BaseOption, FormatOption, PathArg, RulesOption, TagOption, read_rules
 
 
@@ -74,4 +76,12 @@ def serve(
         write_line(("Ctrl-C stops it.", "dim"))
         if browser:
             webbrowser.open(server.url)
-        server.wait()
+        try:
+            server.wait()
+        except KeyboardInterrupt:
+            server.close()
+            if server.running:  # a read of a storage that does not answer: Python would wait for its thread
+                write_error("interrupted")
+                sys.stdout.flush()
+                os._exit(130)
+            raise

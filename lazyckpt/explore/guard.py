@@ -8,12 +8,14 @@ know the token.
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 from base64 import b64decode
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
-from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from ..errors import DataError
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -22,6 +24,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _ANY = ("0.0.0.0", "::", "")  # addresses that stand for all of this machine's
+_TOKEN = re.compile(r"[A-Za-z0-9._~-]*")  # what needs no quotes in an address, a cookie or a header
 
 HEADERS = {
     "Content-Security-Policy": (
@@ -58,9 +61,16 @@ class Guard:
         The address that the server listens on.
     hosts
         More names in ``Host`` that are accepted: those of a proxy or a tunnel.
+
+    Raises
+    ------
+    DataError
+        The token has characters that mean something in an address.
     """
 
     def __init__(self, app: App, token: str, host: str, hosts: Iterable[str] = ()) -> None:
+        if not _TOKEN.fullmatch(token):
+            raise DataError("the token is a part of an address: it may have letters, digits and - . _ ~ in it")
         self._app = app
         self._token = token.encode()
         self._hosts = {*_LOOPBACK, *(name.lower() for name in hosts)}
@@ -117,7 +127,7 @@ class Guard:
                 "If a proxy or a tunnel leads here under this name: lazyckpt serve --allow-host NAME"
             )
         origin = headers.get(b"origin")
-        if origin is not None and urlsplit(origin.decode("latin-1")).netloc.lower() != host.lower():
+        if origin is not None and _netloc(origin.decode("latin-1")) != host.lower():
             return 403, "The request comes from a page of another site."
         site = headers.get(b"sec-fetch-site", b"none")
         if site not in (b"none", b"same-origin") and headers.get(b"sec-fetch-mode") != b"navigate":
@@ -147,11 +157,16 @@ class Guard:
                 return False
             if self._is(password):
                 return True
-        try:
-            cookies = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1"))
-        except CookieError:
-            return False
-        return cookie in cookies and self._is(cookies[cookie].value)
+        # not SimpleCookie, which gives up at the first cookie that it cannot read: servers of other ports set some
+        pairs = (one.strip().partition("=") for one in headers.get(b"cookie", b"").decode("latin-1").split(";"))
+        return any(name == cookie and self._is(value) for name, _, value in pairs)
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None
 
 
 def _port(scope: Scope) -> int:

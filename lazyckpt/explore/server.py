@@ -164,10 +164,13 @@ def _sent(request: Request, answer: Answer, headers: dict[str, str]) -> Response
 
 
 class _Short(logging.Filter):
-    """Makes one line of an expected error that ends a response which has begun."""
+    """Makes one line of an expected error that ends a response which has begun, and none of requests that `close`
+    ends."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, asyncio.CancelledError):
+            return False
         if isinstance(error, LazyckptError | OSError):
             record.msg, record.args, record.exc_info, record.exc_text = "%s", (error,), None, None
         return True
@@ -198,7 +201,8 @@ class Server:
     Raises
     ------
     DataError
-        starlette or uvicorn is not installed, or the address is in use or not one of this machine's.
+        starlette or uvicorn is not installed, the address is in use or not one of this machine's, or the token has
+        other characters than letters, digits and ``-._~``.
     """
 
     def __init__(
@@ -217,9 +221,9 @@ class Server:
 
         self.token = new_token() if token is None else token
         self._host = host
+        app = Guard(application(opened, mounts()), self.token, host, hosts)
         self._socket = _listening(host, port)
         self.port: int = self._socket.getsockname()[1]
-        app = Guard(application(opened, mounts()), self.token, host, hosts)
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -232,11 +236,14 @@ class Server:
         )
         logging.getLogger("uvicorn.error").addFilter(_SHORT)  # adds it once
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._run, name="lazyckpt serve", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()  # Ctrl-C within `Thread.join` marks a thread as ended that is not (bpo-45274)
+        threading.Thread(target=self._run, name="lazyckpt serve", daemon=True).start()
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve([self._socket]))
+        try:
+            asyncio.run(self._server.serve([self._socket]))
+        finally:
+            self._ended.set()
 
     @property
     def url(self) -> str:
@@ -260,13 +267,19 @@ class Server:
 
     def wait(self) -> None:
         """Wait until the server stops."""
-        while self._thread.is_alive():
-            self._thread.join(0.5)
+        while not self._ended.wait(0.5):
+            pass
+
+    @property
+    def running(self) -> bool:
+        """Whether requests may still be computed. After `close`, it is so while reads of files that do not answer
+        last."""
+        return not self._ended.is_set()
 
     def close(self) -> None:
         """Stop the server. Requests that are being answered end first, for at most a second."""
         self._server.should_exit = True
-        self._thread.join(5)
+        self._ended.wait(5)
         self._socket.close()
 
     def __enter__(self) -> Server:

@@ -6,11 +6,17 @@ several models by mergekit's YAML (`merge_to_hf`), one file from many (`fsdp_ran
 the steps of a run (`moments_over_time`).
 """
 
-from ..distributed.convert import dcp_to_safetensors
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .huggingface import to_hf, torch_dist_to_hf, zero3_to_hf
 from .merging import merge_to_hf, read_merge, write_merge
 from .parts import adapters, one_layer
 from .training import fsdp_ranks_to_file, moments_over_time, resume_zero
+
+if TYPE_CHECKING:
+    from ..distributed.convert import dcp_to_safetensors
 
 __all__ = [
     "adapters",
@@ -26,3 +32,11 @@ __all__ = [
     "write_merge",
     "zero3_to_hf",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "dcp_to_safetensors":  # its module imports torch.distributed.checkpoint, which takes 50 MB
+        from ..distributed.convert import dcp_to_safetensors
+
+        return dcp_to_safetensors
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
