@@ -95,6 +95,12 @@ def test_tensors_and_objects(tmp_path: Path, aligned: bool) -> None:
     same(view.stored["list.1.deep"][...], torch.zeros(1), "deep")
 
 
+@pytest.mark.parametrize("name", ['a"b', "ü", "a\\"])
+def test_the_first_name_may_have_escapes(tmp_path: Path, name: str) -> None:
+    write({name: torch.ones(2)}, tmp_path / "model.pt", False)
+    same(lazyckpt.open(tmp_path / "model.pt")[name][...], torch.ones(2), name)
+
+
 class _Loader(pickle.Unpickler):
     """Loads what DeepSpeed saved without DeepSpeed, whose import takes seconds: its objects are inert."""
 

@@ -272,3 +272,11 @@ def test_shards_of_torch_files_whose_names_say_so_are_one_model(tmp_path: Path) 
     assert {name: t[0].item() for name, t in view.items()} == {"w1": 1.0, "w2": 2.0}
     (tmp_path / "pytorch_model-00001-of-00002.bin").unlink()
     assert lazyckpt.open(tmp_path).problems  # a shard is lost
+
+
+def test_steps_of_one_file_each(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / f"step_{step}").mkdir()
+        torch.save({"w": torch.full((2,), float(step))}, tmp_path / f"step_{step}" / "model.pt")
+    assert lazyckpt.open(tmp_path)["w"][0] == 2
+    assert lazyckpt.open(tmp_path, tag="step_1")["w"][0] == 1

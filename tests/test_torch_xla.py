@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt import testing
@@ -249,6 +250,39 @@ def test_other_files_of_such_names_are_named(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save({"w": torch.ones(2)}, tmp_path / f"x_rank-{rank}-of-2.pt")
     with pytest.raises(FormatError, match="shard_metadata"):
+        lazyckpt.open(tmp_path)
+
+
+def test_names_of_ranks_beside_other_weights_do_not_tell(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    for rank in range(2):
+        torch.save({"rng": torch.ones(2)}, tmp_path / f"rng_rank{rank}-of-2.pt")
+    assert list(lazyckpt.open(tmp_path)) == ["w"]
+    for path in tmp_path.glob("rng_*"):
+        path.unlink()
+    truth = write(tmp_path)
+    _equal(lazyckpt.open(tmp_path), truth)
+
+
+def test_a_second_model_does_not_replace_the_first(tmp_path: Path) -> None:
+    truth = write(tmp_path)
+    for path in list(tmp_path.iterdir()):
+        state = torch.load(path)
+        state["model"] = {name: tensor * 0 for name, tensor in state["model"].items()}
+        torch.save({**state, "epoch": 7}, path.with_name(f"{path.stem}-ema.pth"))
+    view = lazyckpt.open(tmp_path)
+    assert [problem.code for problem in view.problems] == ["other-checkpoint"]
+    assert view.meta["epoch"] == 2 and any("-ema.pth/" in name for name in view.stored)
+    _equal(view, truth)
+
+
+def test_pieces_under_another_key_are_an_error(tmp_path: Path) -> None:
+    write(tmp_path)
+    for path in tmp_path.iterdir():
+        state = torch.load(path)
+        state["net"] = state.pop("model")
+        torch.save(state, path)
+    with pytest.raises(FormatError, match="'net'"):
         lazyckpt.open(tmp_path)
 
 

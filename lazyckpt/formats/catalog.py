@@ -88,10 +88,15 @@ def read_one(source: Source, read: Callable[[Source], Index]) -> tuple[Source, I
     known = recognising(source) if saves else None
     if saves and (known is None or known.name == "zarr-arrays"):  # zarr-arrays recognises folders of any hierarchies
         return _newest(source, _ordered(source, saves), read)
+    return _only(source, read)
+
+
+def _only(source: Source, read: Callable[[Source], Index]) -> tuple[Source, Index]:
+    """Read a source, or the only checkpoint in a folder that is none itself; return what was read and its index."""
     try:
         return source, read(source)
     except FormatError:
-        name = only_checkpoint(source) if recognising(source) is None else None
+        name = None if source.path or recognising(source) is not None else only_checkpoint(source)
         if name is None:
             raise
     only = _sub(source, name, source.entries[name].is_dir)
@@ -104,8 +109,7 @@ def _tagged(source: Source, tag: str, read: Callable[[Source], Index]) -> tuple[
         return source, read(source)
     entry = _find(source.store, tag)
     if entry is not None:
-        sub = _sub(source, tag, entry.is_dir)
-        return sub, read(sub)
+        return _only(_sub(source, tag, entry.is_dir), read)
     saves = _saves(source.entries) or _numbered(source)
     names = sorted((save.name for save in saves), key=natural, reverse=True)
     if not names and reader is not None:
@@ -126,9 +130,8 @@ def _newest(source: Source, saves: list[Save], read: Callable[[Source], Index]) 
     notes = {name: Problem("unfinished-save", f"{name} was not finished ({why})", name) for name, why in others.items()}
     first: LazyckptError | None = None
     for name in (*finished, *others)[:_TRIED]:
-        sub = _sub(source, name, source.entries[name].is_dir)
         try:
-            index = read(sub)
+            sub, index = _only(_sub(source, name, source.entries[name].is_dir), read)
         except LazyckptError as e:
             first = first or e
             notes[name] = Problem("skipped-checkpoint", f"{name} cannot be read: {e}", name)

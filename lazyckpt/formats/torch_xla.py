@@ -32,6 +32,7 @@ from ..errors import CorruptError, FormatError, LazyckptError, Problem, cannot_r
 from ..io.containers.pickle.plain import Path, Plain, TensorRef
 from ..io.containers.torch_file import read_torch_file
 from ..io.limits import check_ranks
+from . import huggingface
 from .reader import Reader, Source
 from .shared.announce import announce
 from .shared.members import Member, together
@@ -39,7 +40,7 @@ from .shared.paths import paths, put
 from .torch_save import specs_of, warnings
 
 _NAME = re.compile(r"(?P<before>.*?)rank-?(?P<rank>\d{1,8})-of-(?P<world>\d{1,8})(?P<after>.*)\.(?:pth|pt|bin|ckpt)")
-_OPTIMIZER = "-optimizer"  # of transformers: the files beside those of the model
+_MODEL, _OPTIMIZER = "-pytorch_model", "-optimizer"  # of transformers: the model's files and those beside them
 _SHARD, _FLAT = "_fsdp_shard", "_fsdp_wrapped_module.flat_param_"
 _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 
@@ -47,7 +48,20 @@ _WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
 def _recognises(source: Source) -> bool:
     if source.path:
         return False
-    return any((m := _NAME.fullmatch(name)) and m["after"] != _OPTIMIZER for name in source.entries)
+    names = [m for name in source.entries if (m := _NAME.fullmatch(name)) and m["after"] != _OPTIMIZER]
+    if not names or not huggingface.READER.recognises(source):
+        return bool(names)
+    # beside other weights, such a name alone does not tell
+    return any(m["after"] == _MODEL for m in names) or _is_cut(source, min(m.string for m in names))
+
+
+def _is_cut(source: Source, path: str) -> bool:
+    """Return whether a file has pieces, or cannot be read, which the reader reports."""
+    try:
+        root = read_torch_file(source.store, path).root
+    except LazyckptError:
+        return True
+    return isinstance(root, dict) and "shard_metadata" in root
 
 
 class Own(NamedTuple):
@@ -105,9 +119,18 @@ def _index(source: Source, series: list[dict[int, str]], world: int, problems: l
     tensors: dict[str, tuple[Path, TensorSpec]] = {}
     meta: dict[Any, Any] = {}
     order: list[tuple[Shape, list[Own]]] = []
+    tops: set[Any] = set()
     for names in series:
         ranks = _ranks(source, names, world, files, stored, problems)
-        first = ranks[min(ranks)]
+        first = _with_model(ranks, source.where)
+        if not tops.isdisjoint(has := {path[0] for path in first.tensors}):
+            line = (
+                f"{first.path} and the files of other ranks like it have a second {some(sorted(map(str, tops & has)))}:"
+                " its tensors are in view.stored only; move these files to a folder of their own"
+            )
+            problems.append(Problem("other-checkpoint", line, first.path))
+            continue
+        tops |= has
         meta |= {key: value for key, value in first.rest.items() if key != "shard_metadata"}
         lost = _lost(names, ranks, world)
         for rank, path in lost.items():
@@ -156,7 +179,7 @@ def _chosen(source: Source, problems: list[Problem]) -> tuple[list[dict[int, str
         line = f"{len(others):,} files are left over from another save and not read: {some(others)}"
         problems.append(Problem("left-over-file", line, only_one(others)))
     kinds = saves[found[0]]
-    return [kinds[after] for after in sorted(kinds, key=lambda after: after == _OPTIMIZER)], found[0][1]
+    return [kinds[after] for after in sorted(kinds, key=lambda after: (after == _OPTIMIZER, after))], found[0][1]
 
 
 def _ranks(
@@ -192,6 +215,19 @@ def _ranks(
     if not found:
         raise errors[0]
     return found
+
+
+def _with_model(ranks: Mapping[int, File], where: str) -> File:
+    """Return the file of the first rank. Raises FormatError if it has pieces of parameters elsewhere than in its
+    model: their names in optimizers would not be known."""
+    first = ranks[min(ranks)]
+    for path in first.tensors:
+        if path[0] != "model" and any(part.startswith(_SHARD) for part in ".".join(map(str, path)).split(".")):
+            raise FormatError(
+                f"{where}/{first.path} has the pieces of its parameters in {str(path[0])!r:.80}; torch_xla and this "
+                "library expect them in 'model': save the files again with that key"
+            )
+    return first
 
 
 def _file(

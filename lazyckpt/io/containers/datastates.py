@@ -35,7 +35,7 @@ from .zip_directory import Record
 _MOST = 100_000_000  # bytes of a header
 _ALIGNED = 4096
 _KEY, _TENSOR = "datastates_metadata", "TENSOR|"
-_FIRST = re.compile(rb'\{"(datastates_metadata"|[^"\\]*": \{"dtype": "torch\.)')  # (json.dumps escapes few names)
+_FIRST = re.compile(rb'\{"(datastates_metadata"|(?:[^"\\]|\\.)*": \{"dtype": "torch\.)')
 _PICKLED = 256 << 20  # bytes of a pickle
 _LEVELS = 100
 
