@@ -121,7 +121,7 @@ class ViewStore(Store):
 
     @cached_property
     def version(self) -> str:
-        """A digest of which tensors of which versions of files the store shows."""
+        """A digest that identifies the tensors that the store shows and the versions of their files."""
         return hashlib.sha256(repr(self._identity).encode("utf-8", "surrogatepass")).hexdigest()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -326,7 +326,7 @@ class ViewPlots:
     def ranks(self, *, ax: Axes | None = None) -> Axes:
         """Plot how many bytes each rank holds of all states, on the mesh of the training run.
 
-        Ranks of which files are missing are hatched. If the checkpoint names no ranks, its files are drawn as bars. No
+        Ranks that miss files are hatched. If the checkpoint names no ranks, its files are drawn as bars. No
         tensor data is read.
 
         Parameters
