@@ -17,7 +17,7 @@ import torch
 import lazyckpt
 from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.query import parameters
-from lazyckpt.explore.report import key_of
+from lazyckpt.explore.fitting import key_of
 from lazyckpt.explore.subject import Subject, Wanted
 from lazyckpt.explore.widget import Channel
 

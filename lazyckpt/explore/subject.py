@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -115,6 +115,11 @@ class Subject:
         return cast("LazyArray", found)
 
 
+FIRST, MORE, TENSORS, REST = range(4)
+"""How useful an answer is in a report: what pages show at first sight; what they show on demand; the picture of each
+tensor; further values of tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A request whose answer a report should hold."""
@@ -125,3 +130,7 @@ class Wanted:
     """The parameters."""
     reads: int = 0
     """How many bytes of tensors the answer reads."""
+    level: int = FIRST
+    """How useful the answer is: `FIRST`, `MORE`, `TENSORS` or `REST`."""
+    heard: Callable[[bytes], None] | None = None
+    """Is called with the answer, if there is one: what is wanted next may depend on it."""

@@ -10,7 +10,7 @@ from ...inspect.expert_likeness import SAMPLE, expert_likeness
 from ...inspect.expert_norms import expert_norms, parts_of
 from ...lazy import LazyArray
 from ..query import Query
-from ..subject import Subject, View, Wanted
+from ..subject import FIRST, MORE, Subject, View, Wanted
 
 
 def experts(subject: Subject, query: Query) -> dict[str, Any]:
@@ -77,8 +77,8 @@ def _report(subject: Subject) -> Iterator[Wanted]:
         sizes[layer] = sizes.get(layer, 0) + t.nbytes
     if sizes:
         yield Wanted("experts", {}, sum(sizes.values()))
-    for layer, nbytes in sorted(sizes.items()):
-        yield Wanted("experts/likeness", {"layer": str(layer)}, min(nbytes, SAMPLE))
+    for n, (layer, nbytes) in enumerate(sorted(sizes.items())):
+        yield Wanted("experts/likeness", {"layer": str(layer)}, min(nbytes, SAMPLE), MORE if n else FIRST)
 
 
 ENDPOINTS = {"experts": experts, "experts/likeness": likeness}

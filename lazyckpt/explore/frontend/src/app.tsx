@@ -7,6 +7,8 @@ import { isTyping, KEYS } from "./keys";
 import { PAGES } from "./pages";
 import type { RouteStore } from "./route";
 import { hostTheme, keepTheme, keptTheme, onHostTheme, THEMES, type Theme } from "./theme";
+import { FileTransport } from "./transport";
+import { ReportNote } from "./parts/reportnote";
 import { Dialog } from "./ui/dialog";
 import { Failure } from "./ui/failure";
 import { bytes, count, grouped, shownName } from "./ui/text";
@@ -17,7 +19,9 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const [route, setRoute] = useState(routes.read());
   useEffect(() => routes.listen(() => setRoute(routes.read())), [routes]);
   const step = route.params["step"];
-  const about = useLoaded((signal) => api.json<About>("about", { step }, signal), [api, step]);
+  // a report may hold only what is true of the last step
+  const asked = api.holds("about", { step }) ? { step } : {};
+  const about = useLoaded((signal) => api.json<About>("about", asked, signal), [api, step]);
   const frame = useRef<HTMLDivElement>(null);
   const left = useRef(false); // whether the focus was in the page that was left
   const [theme, setTheme] = useState<Theme>(keptTheme);
@@ -151,6 +155,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
         <main tabIndex={-1}>
           <page.component key={page.id} />
         </main>
+        {api.transport instanceof FileTransport && api.transport.report && <ReportNote {...api.transport.report} />}
         {window_ === "help" && <Help context={context} side={side} linked={!!frame.current?.closest("#explorer")} onClose={() => setWindow(null)} />}
         {window_ === "problems" && <Problems sides={sides} onClose={() => setWindow(null)} />}
       </div>

@@ -4,16 +4,14 @@ import { render } from "preact";
 import { Api } from "./api";
 import { App } from "./app";
 import { AddressRoutes, VariableRoutes } from "./route";
-import { FileTransport, HttpTransport } from "./transport";
+import { FileTransport, HttpTransport, type Report } from "./transport";
 import { keepKeys, WidgetTransport, type WidgetModel } from "./widget";
 import "./style.css";
 
 /** What a host writes as JSON into the element #explorer-host. */
-interface Host {
+interface Host extends Partial<Report> {
   /** Path of the API, and what it asks for. */
   http?: { base: string; token: string };
-  /** The answers that a report holds. */
-  answers?: Record<string, string>;
 }
 
 function start(): void {
@@ -21,7 +19,7 @@ function start(): void {
   const about = document.getElementById("explorer-host");
   if (!element || !about) return;
   const host = JSON.parse(about.textContent ?? "{}") as Host;
-  const transport = host.http ? new HttpTransport(host.http.base, host.http.token) : new FileTransport(host.answers ?? {});
+  const transport = host.http ? new HttpTransport(host.http.base, host.http.token) : new FileTransport({ answers: {}, ...host });
   render(<App api={new Api(transport)} routes={new AddressRoutes()} />, element);
 }
 

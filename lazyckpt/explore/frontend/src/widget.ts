@@ -19,6 +19,7 @@ interface Reply {
 
 export class WidgetTransport implements Transport {
   readonly live = true;
+  readonly holds = () => true;
   private last = 0;
   private readonly waiting = new Map<number, { resolve(body: ArrayBuffer): void; reject(error: Error): void }>();
   private readonly receive = (reply: Reply, buffers: DataView[]) => {
