@@ -16,6 +16,7 @@ from ..show.outline import outline
 from .endpoints.drawn import good_wrap
 from .subject import MORE, REST, TENSORS, View, Wanted
 
+_MANY = 20_000  # tensors, beyond which there is no room for a second state
 _CELLS = 64  # rows and columns of a picture
 _FRACTION = 11  # bits of the fraction of a mean: three digits
 _BITS = 16 << 20  # bytes of the tensors whose bits are counted
@@ -32,22 +33,19 @@ def by_use(view: View) -> Iterator[tuple[str, bool]]:
     """
     found = outline(view)
     sizes = [int(b) - int(a) for a, b in zip(found.nbytes, found.nbytes[1:], strict=False)]
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[str, tuple[int, int, int]] = {}  # kind -> bytes of all, first layer, its number
+    counted = (found.marks >= 0).tolist()
     for n, name in enumerate(found.names):
-        if found.marks[n] >= 0:
-            kinds.setdefault(layer_and_kind(view.full_name(name))[1], []).append(n)
-    ordered = sorted(kinds.values(), key=lambda members: -sum(sizes[n] for n in members))
-    first = [min(members, key=lambda n: _layer(view.full_name(found.names[n]))) for members in ordered]
-    for n in first:
+        if counted[n]:
+            layer, kind = layer_and_kind(view.full_name(name))
+            nbytes, *first = kinds.get(kind, (0, layer or 0, n))
+            kinds[kind] = nbytes + sizes[n], *min(tuple(first), (layer or 0, n))
+    firsts = [n for _, _, n in sorted(kinds.values(), key=lambda kind: -kind[0])]
+    for n in firsts:
         yield found.names[n], True
-    seen = set(first)
-    for n in sorted((n for members in ordered for n in members if n not in seen), key=lambda n: (-sizes[n], n)):
+    seen = set(firsts)
+    for n in sorted((n for n, yes in enumerate(counted) if yes and n not in seen), key=lambda n: (-sizes[n], n)):
         yield found.names[n], False
-
-
-def _layer(name: str) -> int:
-    layer = layer_and_kind(name)[0]
-    return -1 if layer is None else layer
 
 
 def picture_values(name: str, t: LazyArray) -> dict[str, str] | None:
@@ -71,6 +69,8 @@ def of_tensors(views: Sequence[tuple[View, Mapping[str, str]]]) -> Iterator[Want
     views
         States of checkpoints, the most useful first, each with the parameters that name it (``state``, ``side``).
     """
+    if len(views[0][0]) > _MANY:
+        views = views[:1]
     orders = [(view, common, list(by_use(view))) for view, common in views]
     for level in (MORE, TENSORS):
         for view, common, order in orders:

@@ -120,6 +120,14 @@ FIRST, MORE, TENSORS, REST = range(4)
 tensor; further values of tensors."""
 
 
+_EACH = 64 << 10  # bytes that could be read in the time that one more tensor takes
+
+
+def effort(nbytes: int, tensors: int) -> int:
+    """Return what reading tensors costs, in bytes: many small ones cost more than their bytes."""
+    return nbytes + tensors * _EACH
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A request whose answer a report should hold."""
@@ -129,7 +137,7 @@ class Wanted:
     values: Mapping[str, str]
     """The parameters."""
     reads: int = 0
-    """How many bytes of tensors the answer reads."""
+    """How many bytes of tensors the answer reads (`effort`)."""
     level: int = FIRST
     """How useful the answer is: `FIRST`, `MORE`, `TENSORS` or `REST`."""
     heard: Callable[[bytes], None] | None = None

@@ -21,7 +21,7 @@ from ...lazy import LazyArray
 from ...show.differences import changed_prefix
 from ..choice import picture_values
 from ..query import Query
-from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted
+from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted, effort
 from .values import picture
 
 _AT_ONCE = 64 << 20  # bytes of both checkpoints that an answer compares
@@ -217,7 +217,7 @@ def _report(subject: Subject) -> Iterator[Wanted]:
     low = 0
     while low < len(found.names):
         high = _block(found, low)
-        nbytes = found.ends[high] - found.ends[low]
+        nbytes = effort(found.ends[high] - found.ends[low], high - low)
         yield Wanted(
             "compare/differences", {"low": str(low)}, nbytes, FIRST, lambda body: rows.extend(loads(body)["rows"])
         )
