@@ -182,17 +182,28 @@ def test_parameters_may_hold_what_utf8_has_not() -> None:
 def test_a_widget_answers_messages(view: lazyckpt.CheckpointView) -> None:
     sent: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
     explorer = Explorer(Subject(view))
-    channel = Channel(explorer, lambda content, buffers: sent.put((content, buffers[0])))
+    channel = Channel(explorer, lambda content, buffers=(b"",): sent.put((content, buffers[0])))
     for number, request in enumerate(("about", "tree?state=stored", "tree?state=none", "nothing")):
-        channel.receive({"id": number, "request": request})
+        channel.receive({"id": f"a-{number}", "request": request})
     channel.receive("no message")
-    channel.receive({"cancel": 99})
-    messages = [sent.get(timeout=20) for _ in range(4)]
-    found = {content["id"]: (content["status"], body) for content, body in messages}
-    assert [found[n][0] for n in range(4)] == [200, 200, 404, 404]
-    assert found[0][1] == explorer.answer("about", {}).body
+    channel.receive({"cancel": "b-99"})
+    channel.receive({"ping": "a"})
+    messages = [sent.get(timeout=20) for _ in range(5)]
+    found = {content["id"]: (content["status"], body) for content, body in messages if "id" in content}
+    assert [found[f"a-{n}"][0] for n in range(4)] == [200, 200, 404, 404]
+    assert found["a-0"][1] == explorer.answer("about", {}).body
+    assert {"pong": "a"} in [content for content, _ in messages]
+    channel.close()
+    channel.receive({"id": "a-5", "request": "about"})
+    channel.receive({"ping": "b"})
+    assert sent.get(timeout=20)[0] == {"pong": "b"}  # and nothing else
 
 
 def test_the_widget_is_one_of_anywidget(view: lazyckpt.CheckpointView) -> None:
     anywidget = pytest.importorskip("anywidget")
-    assert isinstance(view.widget(), anywidget.AnyWidget)
+    widget = view.widget()
+    assert isinstance(widget, anywidget.AnyWidget)
+    data = widget._repr_mimebundle_()[0]
+    assert widget.model_id == data["application/vnd.jupyter.widget-view+json"]["model_id"]
+    assert "layers" in data["text/html"] and "<script>alert" not in data["text/html"]
+    widget.close()

@@ -3,7 +3,7 @@
 import { render } from "preact";
 import { Api } from "./api";
 import { App } from "./app";
-import { AddressRoutes, VariableRoutes } from "./route";
+import { AddressRoutes, formatRoute, parseRoute, VariableRoutes, type Route } from "./route";
 import { FileTransport, HttpTransport, type Report } from "./transport";
 import { keepKeys, WidgetTransport, type WidgetModel } from "./widget";
 import "./style.css";
@@ -34,7 +34,12 @@ export default {
     resize();
     model.on("change:height", resize);
     keepKeys(el);
-    render(<App api={new Api(transport)} routes={new VariableRoutes()} />, el);
+    // the state of the widget, which a notebook may save, has the page that is shown
+    const keep = (route: Route) => {
+      model.set("route", formatRoute(route));
+      model.save_changes();
+    };
+    render(<App api={new Api(transport)} routes={new VariableRoutes(parseRoute(model.get("route")), keep)} />, el);
     return () => {
       model.off("change:height", resize);
       render(null, el);

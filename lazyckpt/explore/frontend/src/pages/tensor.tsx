@@ -361,23 +361,15 @@ export function Legend({ scale, table, what }: { scale: Scale; table: Uint8Array
   );
 }
 
-/** Whether the page is dark, by its own theme or the system's. */
+/** Whether the explorer is dark, by its own theme or the system's. */
 export function useDark(): boolean {
-  const read = () => {
-    const root = document.querySelector(".lazyckpt-explorer[data-theme]")?.getAttribute("data-theme");
-    return root === "dark" || (root !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
-  };
-  const [dark, setDark] = useState(read);
+  const { theme } = useExplorer();
+  const media = useMemo(() => matchMedia("(prefers-color-scheme: dark)"), []);
+  const [dark, setDark] = useState(media.matches);
   useEffect(() => {
-    const changed = () => setDark(read());
-    const media = matchMedia("(prefers-color-scheme: dark)");
+    const changed = () => setDark(media.matches);
     media.addEventListener("change", changed);
-    const observer = new MutationObserver(changed);
-    observer.observe(document.body, { attributes: true, subtree: true, attributeFilter: ["data-theme"] });
-    return () => {
-      media.removeEventListener("change", changed);
-      observer.disconnect();
-    };
+    return () => media.removeEventListener("change", changed);
   }, []);
-  return dark;
+  return theme ? theme === "dark" : dark;
 }
