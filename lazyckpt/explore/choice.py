@@ -39,7 +39,8 @@ def by_use(view: View) -> Iterator[tuple[str, bool]]:
         if counted[n]:
             layer, kind = layer_and_kind(view.full_name(name))
             nbytes, *first = kinds.get(kind, (0, layer or 0, n))
-            kinds[kind] = nbytes + sizes[n], *min(tuple(first), (layer or 0, n))
+            number, at = min(tuple(first), (layer or 0, n))
+            kinds[kind] = nbytes + sizes[n], number, at
     firsts = [n for _, _, n in sorted(kinds.values(), key=lambda kind: -kind[0])]
     for n in firsts:
         yield found.names[n], True

@@ -79,7 +79,7 @@ def report(
     path = local_path(dest)
     _check_apart(path, explorer.subject)
     style, script = (asset(name).decode("ascii") for name in ("explorer.css", "explorer.js"))
-    title = explorer.subject.title or explorer.subject.view.root
+    title = explorer.subject.title or place_of(explorer.subject.view)
     commands = _commands(explorer.subject)
     fixed = len(style) + len(script) + _ROOM + 6 * len(title) + length_of(to_json(commands))
     if fixed > max_size:

@@ -1,8 +1,8 @@
 """The explorer in a notebook: an anywidget, whose messages carry the API's requests and answers.
 
-A message from the page is ``{"id": text, "request": "path?name=value&..."}``, ``{"cancel": text}`` or ``{"ping": text}``.
-The answer to the first is ``{"id": text, "status": s}`` with the body as its buffer, to the last ``{"pong": text}``. All
-views of a widget get all answers: each view takes ids that others lack.
+A message from the page is ``{"id": text, "request": "path?name=value&..."}``, ``{"cancel": id}`` or ``{"ping": text}``.
+The answer to the first is ``{"id": text, "status": s}`` with the body as its buffer, to the last ``{"pong": text}``.
+All views of a widget get all answers: each view takes ids that others lack.
 """
 
 from __future__ import annotations
