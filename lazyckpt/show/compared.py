@@ -24,7 +24,7 @@ _ROWS = 60  # lines of the table for notebooks
 _SHORT = 40  # characters that stand in one line
 _HEAD = (
     ("tensor", "w"), ("relative", ""), ("cosine", ""), ("maximum", ""), ("dtype and shape", "l"), ("tensors", ""),
-    ("most at", "w"),
+    ("most at", "l"),
 )  # fmt: skip
 _LABELS = {"relative": "norm of the difference / norm of the first", "cosine": "1 - cosine"}
 
