@@ -14,7 +14,7 @@ import torch
 import lazyckpt
 import lazyckpt.demo as demo_files
 from lazyckpt.explore.api import Explorer
-from lazyckpt.explore.report import key_of, plans
+from lazyckpt.explore.fitting import key_of, plans
 from lazyckpt.explore.server import asset
 from lazyckpt.explore.subject import Subject
 

@@ -36,8 +36,12 @@ export default {
     keepKeys(el);
     // the state of the widget, which a notebook may save, has the page that is shown
     const keep = (route: Route) => {
-      model.set("route", formatRoute(route));
-      model.save_changes();
+      try {
+        model.set("route", formatRoute(route));
+        model.save_changes();
+      } catch {
+        // the kernel is gone: requests say so, and what was loaded can still be looked at
+      }
     };
     render(<App api={new Api(transport)} routes={new VariableRoutes(parseRoute(model.get("route")), keep)} />, el);
     return () => {
