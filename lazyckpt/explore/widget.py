@@ -13,7 +13,8 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from ..errors import DataError
+from ..derive.sources import place_of
+from ..errors import DataError, printable
 from .api import Explorer
 from .packing import to_json
 from .query import Cancelled, parameters
@@ -106,6 +107,7 @@ def widget(explorer: Explorer, height: int = 640) -> Any:
     found = _kind()(height=height)
     found.channel = channel = Channel(explorer, found.send)
     found.on_msg(lambda _widget, content, _buffers: channel.receive(content))
+    found.title = printable(explorer.subject.title or place_of(explorer.subject.view))
     found.still = getattr(explorer.subject.view, "_repr_html_", str)
     return found
 
@@ -124,6 +126,10 @@ def _kind() -> Any:
         route = traitlets.Unicode().tag(sync=True)
         channel: Channel
         still: Callable[[], str]
+        title: str
+
+        def __repr__(self) -> str:
+            return f"<explorer of {self.title}>"
 
         def _repr_mimebundle_(self, **options: Any) -> Any:
             """Return the widget, and the view as static HTML for places that have no kernel, such as GitHub."""
