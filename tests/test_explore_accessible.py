@@ -157,7 +157,9 @@ WIDGET = """
 const [source, answers, done] = arguments;
 let receive;
 const model = {
-  get: () => 500,
+  get: name => ({height: 500, route: ""})[name],
+  set: () => {},
+  save_changes: () => {},
   on: (event, callback) => { if (event === "msg:custom") receive = callback; },
   off: () => {},
   send: ({id, request}) => request && setTimeout(() => {
