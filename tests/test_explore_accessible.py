@@ -14,7 +14,7 @@ import torch
 import lazyckpt
 import lazyckpt.demo as demo_files
 from lazyckpt.explore.api import Explorer
-from lazyckpt.explore.report import key_of, plans
+from lazyckpt.explore.fitting import key_of, plans
 from lazyckpt.explore.server import asset
 from lazyckpt.explore.subject import Subject
 
@@ -157,7 +157,9 @@ WIDGET = """
 const [source, answers, done] = arguments;
 let receive;
 const model = {
-  get: () => 500,
+  get: name => ({height: 500, route: ""})[name],
+  set: () => {},
+  save_changes: () => {},
   on: (event, callback) => { if (event === "msg:custom") receive = callback; },
   off: () => {},
   send: ({id, request}) => request && setTimeout(() => {

@@ -5,19 +5,21 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import math
 import queue
 import re
 import secrets
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import lazyckpt
 from lazyckpt.explore.api import Explorer
+from lazyckpt.explore.fitting import key_of
 from lazyckpt.explore.query import parameters
-from lazyckpt.explore.report import key_of
 from lazyckpt.explore.subject import Subject, Wanted
 from lazyckpt.explore.widget import Channel
 
@@ -31,12 +33,23 @@ def view(tmp_path: Path) -> lazyckpt.CheckpointView:
     return lazyckpt.open(tmp_path / "model.pt")
 
 
-def answers_in(path: Path) -> dict[str, Any]:
+def host_of(path: Path) -> Any:
     text = path.read_text("utf-8")
     found = re.search(r'<script type="application/json" id="explorer-host">(.*?)</script>', text, re.DOTALL)
     assert found is not None
-    held = json.loads(found[1])["answers"]
+    return json.loads(found[1])
+
+
+def answers_in(path: Path) -> dict[str, Any]:
+    held = host_of(path)["answers"]
     return {key: gzip.decompress(base64.b64decode(body)) for key, body in held.items()}
+
+
+def array_in(body: bytes, name: str) -> Any:
+    length = int.from_bytes(body[:4], "little")
+    about = next(one for one in json.loads(body[4 : 4 + length])["arrays"] if one["name"] == name)
+    shape = tuple(about["shape"])
+    return np.frombuffer(body, about["dtype"], math.prod(shape), 4 + length + about["offset"]).reshape(shape)
 
 
 def test_a_report_holds_what_the_explorer_answers(view: lazyckpt.CheckpointView, tmp_path: Path) -> None:
@@ -48,6 +61,85 @@ def test_a_report_holds_what_the_explorer_answers(view: lazyckpt.CheckpointView,
     assert "tree" in found
 
 
+def test_a_report_is_the_same_each_time(view: lazyckpt.CheckpointView, tmp_path: Path) -> None:
+    for name in ("a.html", "b.html"):
+        view.report(tmp_path / name)
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_a_comparison_has_its_differences_drawn(tmp_path: Path) -> None:
+    a = {f"layers.{n}.weight": torch.randn(40, 200) for n in range(3)} | {"same": torch.ones(2)}
+    b = {name: t + (0 if name in ("same", "layers.1.weight") else 0.1) for name, t in a.items()}
+    for name, weights in (("a", a), ("b", b)):
+        torch.save(weights, tmp_path / f"{name}.pt")
+    one, other = (lazyckpt.open(tmp_path / f"{name}.pt") for name in "ab")
+    one.report(tmp_path / "out.html", other)
+    found = answers_in(tmp_path / "out.html")
+    drawn = [key for key in found if key.startswith("compare/tile")]
+    assert len(drawn) == 2 and not any("layers.1" in key for key in drawn)
+    means = array_in(found[drawn[0]], "mean")
+    np.testing.assert_allclose(means[np.isfinite(means)], -0.1, rtol=2.0**-11)
+    assert any("side=b" in key for key in found if key.startswith("tensor/tile"))
+
+
+def test_a_run_has_its_curves(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / f"run/step_{step}").mkdir(parents=True)
+        torch.save({"layers.0.weight": torch.full((4, 4), float(step))}, tmp_path / f"run/step_{step}/model.pt")
+    lazyckpt.open_run(tmp_path / "run").report(tmp_path / "out.html")
+    found = answers_in(tmp_path / "out.html")
+    key = "run/course?kind=layers.%2A.weight&quantity="
+    curves = {name: json.loads(found[key.replace("%2A", "*") + name]) for name in ("norm", "change", "drift")}
+    assert curves["norm"]["values"] == [[4.0, 8.0, 12.0]]
+    assert curves["drift"]["values"][0][-1] == 2.0
+    assert "tensor?name=layers.0.weight" in found
+
+
+def test_a_report_says_what_it_lacks(tmp_path: Path) -> None:
+    torch.save({f"layers.{n}.weight": torch.randn(64, 64) for n in range(40)}, tmp_path / "model.pt")
+    view = lazyckpt.open(tmp_path / "model.pt")
+    written = view.report(tmp_path / "out.html", max_read=view.nbytes // 2)
+    about = host_of(tmp_path / "out.html")["report"]
+    assert written.left_out and about["serve"] == f"lazyckpt serve {tmp_path / 'model.pt'}"
+    left = {what: (held, everything, why) for what, held, everything, why in about["left"]}
+    held, everything, why = left["pictures of tensors"]
+    assert 0 < held < everything == 40 and why == "read"
+    assert not host_of_whole(view, tmp_path)["report"]["left"]
+
+
+def host_of_whole(view: lazyckpt.CheckpointView, tmp_path: Path) -> Any:
+    view.report(tmp_path / "whole.html")
+    return host_of(tmp_path / "whole.html")
+
+
+def test_an_error_is_held_as_an_error(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "model.pt")
+    view = lazyckpt.open(tmp_path / "model.pt")
+    (tmp_path / "model.pt").write_bytes(b"")
+    view.report(tmp_path / "out.html")
+    status, kind, _ = host_of(tmp_path / "out.html")["failures"][
+        "tensor/histogram?bins=100&exact=auto&name=a&scale=linear"
+    ]
+    assert status == 409 and kind == "ChangedFileError"
+
+
+def test_rounded_pictures_keep_three_digits(view: lazyckpt.CheckpointView) -> None:
+    explorer, asked = Explorer(Subject(view)), {"name": "layers.0.weight", "rows": "2", "cols": "4", "how": "mean"}
+    whole = array_in(explorer.answer("tensor/tile", asked).body, "mean")
+    found = array_in(explorer.answer("tensor/tile", asked | {"fraction": "11"}).body, "mean")
+    np.testing.assert_allclose(found, whole, rtol=2.0**-12)
+    assert found.dtype == np.float32 and (found.view(np.uint32) & 0xFFF == 0).all()
+
+
+def test_a_link_in_the_place_of_the_part_is_not_followed(view: lazyckpt.CheckpointView, tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("as it was")
+    (tmp_path / "out.html").symlink_to(tmp_path / "precious")
+    view.report(tmp_path / "out.html")
+    assert (tmp_path / "precious").read_text() == "as it was"
+    assert not (tmp_path / "out.html").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "out.html", "precious"}
+
+
 def test_names_cannot_leave_their_place(view: lazyckpt.CheckpointView, tmp_path: Path) -> None:
     view.report(tmp_path / "out.html")
     text = (tmp_path / "out.html").read_text("utf-8")
@@ -56,7 +148,7 @@ def test_names_cannot_leave_their_place(view: lazyckpt.CheckpointView, tmp_path:
 
 
 def test_a_report_keeps_to_its_size(tmp_path: Path) -> None:
-    torch.save({secrets.token_hex(20): torch.ones(1) for _ in range(500)}, tmp_path / "model.pt")
+    torch.save({secrets.token_hex(20): torch.ones(1) for _ in range(60)}, tmp_path / "model.pt")
     view = lazyckpt.open(tmp_path / "model.pt")
     whole = view.report(tmp_path / "whole.html", max_size="5MiB")
     with pytest.raises(lazyckpt.DataError):
@@ -90,17 +182,28 @@ def test_parameters_may_hold_what_utf8_has_not() -> None:
 def test_a_widget_answers_messages(view: lazyckpt.CheckpointView) -> None:
     sent: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
     explorer = Explorer(Subject(view))
-    channel = Channel(explorer, lambda content, buffers: sent.put((content, buffers[0])))
+    channel = Channel(explorer, lambda content, buffers=(b"",): sent.put((content, buffers[0])))
     for number, request in enumerate(("about", "tree?state=stored", "tree?state=none", "nothing")):
-        channel.receive({"id": number, "request": request})
+        channel.receive({"id": f"a-{number}", "request": request})
     channel.receive("no message")
-    channel.receive({"cancel": 99})
-    messages = [sent.get(timeout=20) for _ in range(4)]
-    found = {content["id"]: (content["status"], body) for content, body in messages}
-    assert [found[n][0] for n in range(4)] == [200, 200, 404, 404]
-    assert found[0][1] == explorer.answer("about", {}).body
+    channel.receive({"cancel": "b-99"})
+    channel.receive({"ping": "a"})
+    messages = [sent.get(timeout=20) for _ in range(5)]
+    found = {content["id"]: (content["status"], body) for content, body in messages if "id" in content}
+    assert [found[f"a-{n}"][0] for n in range(4)] == [200, 200, 404, 404]
+    assert found["a-0"][1] == explorer.answer("about", {}).body
+    assert {"pong": "a"} in [content for content, _ in messages]
+    channel.close()
+    channel.receive({"id": "a-5", "request": "about"})
+    channel.receive({"ping": "b"})
+    assert sent.get(timeout=20)[0] == {"pong": "b"}  # and nothing else
 
 
 def test_the_widget_is_one_of_anywidget(view: lazyckpt.CheckpointView) -> None:
     anywidget = pytest.importorskip("anywidget")
-    assert isinstance(view.widget(), anywidget.AnyWidget)
+    widget = view.widget()
+    assert isinstance(widget, anywidget.AnyWidget)
+    data = widget._repr_mimebundle_()[0]
+    assert widget.model_id == data["application/vnd.jupyter.widget-view+json"]["model_id"]
+    assert "layers" in data["text/html"] and "<script>alert" not in data["text/html"]
+    widget.close()

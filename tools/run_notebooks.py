@@ -33,6 +33,7 @@ _TEMPORARY = re.compile(r"(?:file://)?[^\s'\"<>()=:]*/lazyckpt-notebook-\w+/?") 
 _MEASURED = re.compile(r"[\d.]+ \w+(?= free\b)|(?<= in )[\d.:]+(?: s)?, [\d.]+ ?\w+/s")  # what `lazyckpt convert` tells
 _PROGRESS = re.compile(r"^\S+: \d+%, .* left\n", re.MULTILINE)
 _ADDRESS = re.compile(r"(?<= at )0x[0-9a-f]{6,}")
+_WIDGET = "application/vnd.jupyter.widget-view+json"
 _UUID = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b")
 _ABSOLUTE = re.compile(
     r"(?:(?<![\w.:/<-])|(?<=file://))/(?:tmp|home|root|usr|opt|var|work|mnt|Users|private)/|lazyckpt-notebook-"
@@ -99,6 +100,7 @@ def _normal(notebook: Any) -> Any:
             if output.output_type == "stream":
                 output.text = _plain(output.text)
             elif "data" in output:
+                output.data.pop(_WIDGET, None)  # its kernel is gone: what stays is its static HTML
                 output.metadata = nbformat.from_dict({})
                 for kind, data in output.data.items():
                     if isinstance(data, str) and kind.startswith("text/"):

@@ -120,6 +120,12 @@ class Explorer:
         self._keep(key, answer)
         return answer
 
+    def forget(self) -> None:
+        """Forget the answers that are kept to be given again."""
+        with self._lock:
+            self._answers.clear()
+            self._size = 0
+
     def _keep(self, key: tuple[Any, ...], answer: Answer) -> None:
         if len(answer.body) > _KEPT // 4:
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -115,6 +115,19 @@ class Subject:
         return cast("LazyArray", found)
 
 
+FIRST, MORE, TENSORS, REST = range(4)
+"""How useful an answer is in a report: what pages show at first sight; what they show on demand; the picture of each
+tensor; further values of tensors."""
+
+
+_EACH = 64 << 10  # bytes that could be read in the time that one more tensor takes
+
+
+def effort(nbytes: int, tensors: int) -> int:
+    """Return what reading tensors costs, in bytes: many small ones cost more than their bytes."""
+    return nbytes + tensors * _EACH
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A request whose answer a report should hold."""
@@ -124,4 +137,8 @@ class Wanted:
     values: Mapping[str, str]
     """The parameters."""
     reads: int = 0
-    """How many bytes of tensors the answer reads."""
+    """How many bytes of tensors the answer reads (`effort`)."""
+    level: int = FIRST
+    """How useful the answer is: `FIRST`, `MORE`, `TENSORS` or `REST`."""
+    heard: Callable[[bytes], None] | None = None
+    """Is called with the answer, if there is one: what is wanted next may depend on it."""

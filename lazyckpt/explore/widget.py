@@ -1,18 +1,20 @@
 """The explorer in a notebook: an anywidget, whose messages carry the API's requests and answers.
 
-A message from the page is ``{"id": n, "request": "path?name=value&..."}`` or ``{"cancel": n}``. The answer to the first
-is ``{"id": n, "status": s}`` with the body as its buffer.
+A message from the page is ``{"id": text, "request": "path?name=value&..."}``, ``{"cancel": id}`` or ``{"ping": text}``.
+The answer to the first is ``{"id": text, "status": s}`` with the body as its buffer, to the last ``{"pong": text}``.
+All views of a widget get all answers: each view takes ids that others lack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from ..errors import DataError
+from ..derive.sources import place_of
+from ..errors import DataError, printable
 from .api import Explorer
 from .packing import to_json
 from .query import Cancelled, parameters
@@ -35,25 +37,31 @@ class Channel:
     def __init__(self, explorer: Explorer, send: Any) -> None:
         self._explorer = explorer
         self._send = send
-        self._wanted: dict[int, bool] = {}
+        self._closed = False
+        self._wanted: dict[str, bool] = {}
 
     def receive(self, content: Any) -> None:
         """Answer a message in a thread; end the work of a cancelled one. Other messages are ignored."""
         if not isinstance(content, Mapping):
             return
         cancelled = content.get("cancel")
-        if isinstance(cancelled, int) and cancelled in self._wanted:
+        if isinstance(cancelled, str) and cancelled in self._wanted:
             self._wanted[cancelled] = False
+        ping = content.get("ping")
+        if isinstance(ping, str):
+            self._send({"pong": ping})
         number, request = content.get("id"), content.get("request")
-        if isinstance(number, int) and isinstance(request, str):
+        if isinstance(number, str) and isinstance(request, str) and not self._closed:
             self._wanted[number] = True
             _pool().submit(self._answer, number, request)
 
     def close(self) -> None:
-        """End the work of all requests."""
+        """End the work of all requests, and forget what was answered."""
+        self._closed = True
         self._wanted = dict.fromkeys(self._wanted, False)
+        self._explorer.forget()
 
-    def _answer(self, number: int, request: str) -> None:
+    def _answer(self, number: str, request: str) -> None:
         path, _, query = request.partition("?")
         try:
             if self._wanted.get(number):
@@ -97,8 +105,10 @@ def widget(explorer: Explorer, height: int = 640) -> Any:
     if find_spec("anywidget") is None:
         raise DataError("the explorer in a notebook needs anywidget: pip install 'lazyckpt[explore]'")
     found = _kind()(height=height)
-    channel = Channel(explorer, found.send)
+    found.channel = channel = Channel(explorer, found.send)
     found.on_msg(lambda _widget, content, _buffers: channel.receive(content))
+    found.title = printable(explorer.subject.title or place_of(explorer.subject.view))
+    found.still = getattr(explorer.subject.view, "_repr_html_", str)
     return found
 
 
@@ -114,5 +124,25 @@ def _kind() -> Any:
         _css = asset("explorer.css").decode()
         height = traitlets.Int().tag(sync=True)
         route = traitlets.Unicode().tag(sync=True)
+        channel: Channel
+        still: Callable[[], str]
+        title: str
+
+        def __repr__(self) -> str:
+            return f"<explorer of {self.title}>"
+
+        def _repr_mimebundle_(self, **options: Any) -> Any:
+            """Return the widget, and the view as static HTML for places that have no kernel, such as GitHub."""
+            found = super()._repr_mimebundle_(**options)
+            if not found:
+                return found
+            data, *about = found if isinstance(found, tuple) else (found,)
+            data = {**data, "text/html": self.still()}
+            return (data, *about) if about else data
+
+        def close(self) -> None:
+            """Close the widget: requests end, and what was answered is forgotten."""
+            self.channel.close()
+            super().close()
 
     return Widget

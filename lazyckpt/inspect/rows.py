@@ -12,6 +12,7 @@ from ..errors import TensorNotFoundError
 from ..markup import cell, page, table
 
 _ROWS = 40  # rows that a repr prints
+_LONG = 80  # characters of text that a table in HTML breaks into lines
 
 
 class Row(Protocol):
@@ -119,7 +120,8 @@ class Rows(Sequence[R]):
             if c == len(line) - 1 and len(line) < len(titles):
                 yield cell(escape(one.strip()), "w", len(titles) - c)
             else:
-                yield cell(self._inside(titles[c], one), self._css(titles[c], one))
+                css = self._css(titles[c], one)
+                yield cell(self._inside(titles[c], one), "w" if css == "l" and len(one.strip()) > _LONG else css)
 
     def _inside(self, title: str, cell: str) -> str:
         """Return a cell of a column as HTML."""

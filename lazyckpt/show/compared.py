@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ROWS = 60  # lines of the table for notebooks
+_SHORT = 40  # characters that stand in one line
 _HEAD = (
     ("tensor", "w"), ("relative", ""), ("cosine", ""), ("maximum", ""), ("dtype and shape", "l"), ("tensors", ""),
-    ("most at", "w"),
+    ("most at", "l"),
 )  # fmt: skip
 _LABELS = {"relative": "norm of the difference / norm of the first", "cosine": "1 - cosine"}
 
@@ -78,7 +79,7 @@ class Diff(inspected.Diff):
                     *(cell(safe(text)) for text in (cosine, maximum)),
                     cell(safe(kind), "l"),
                     cell(safe(count)),
-                    cell(tag("code", safe(most, 200), "dim") if most else "", "w"),
+                    cell(tag("code", safe(most, 200), "dim") if most else "", "l" if len(most) < _SHORT else "w"),
                 ]
             )
         notes = []

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...derive.sources import place_of
 from ...errors import Problem, printable
 from ...inspect.report import kind_of
 from ...namespace import Namespace
 from ...show.about import facts_of
 from ..packing import VERSION
 from ..query import Query
-from ..subject import Subject, Wanted
+from ..subject import MORE, Subject, Wanted
 
 _PROBLEMS = 200  # maximum number of problems that are listed
 
@@ -27,7 +28,7 @@ def about(subject: Subject, query: Query) -> dict[str, Any]:
     return {
         "api": VERSION,
         "kind": subject.kind,
-        "title": printable(subject.title or subject.view.root),
+        "title": printable(subject.title or place_of(subject.view)),
         "steps": list(subject.run.steps) if subject.run is not None else [],
         "sides": [_described(view) for view in sides],
     }
@@ -64,7 +65,7 @@ def _problem(problem: Problem) -> dict[str, str]:
 def _report(subject: Subject) -> Iterator[Wanted]:
     yield Wanted("about", {})
     for step in subject.run.steps if subject.run is not None else ():
-        yield Wanted("about", {"step": str(step)})
+        yield Wanted("about", {"step": str(step)}, level=MORE)
 
 
 ENDPOINTS = {"about": about}

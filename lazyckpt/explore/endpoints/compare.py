@@ -6,7 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from math import prod
+from json import loads
+from math import inf, prod
 from typing import Any
 
 from ...core.specs import kind_of
@@ -18,13 +19,15 @@ from ...inspect.diff import Difference, Status, diff
 from ...inspect.layers import arranged
 from ...lazy import LazyArray
 from ...show.differences import changed_prefix
+from ..choice import picture_values
 from ..query import Query
-from ..subject import Subject, View, Wanted
+from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted, effort
 from .values import picture
 
 _AT_ONCE = 64 << 20  # bytes of both checkpoints that an answer compares
 _MOST = 4096  # tensors that an answer compares
 _CHANGED = 5000  # names that an answer lists
+_PICTURES = 24  # differences that a report draws before it shows other things on demand
 _EVERY = 4096  # names between two checks
 _LEFT_OUT = ("state", "by_digest")
 
@@ -210,11 +213,30 @@ def _report(subject: Subject) -> Iterator[Wanted]:
         return
     yield Wanted("compare", {})
     found = _pairs(subject, Query({}))
+    rows: list[dict[str, Any]] = []
     low = 0
     while low < len(found.names):
         high = _block(found, low)
-        yield Wanted("compare/differences", {"low": str(low)}, found.ends[high] - found.ends[low])
+        nbytes = effort(found.ends[high] - found.ends[low], high - low)
+        yield Wanted(
+            "compare/differences", {"low": str(low)}, nbytes, FIRST, lambda body: rows.extend(loads(body)["rows"])
+        )
         low = high
+    rows = [row for row in rows if row["count"] and row["status"] in ("values", "dtype")]
+    rows.sort(key=lambda row: (-_distance(row["relative"]), row["name"]))
+    number = {name: n for n, name in enumerate(found.names)}
+    for place, row in enumerate(rows):
+        name, level = row["name"], MORE if place < _PICTURES else TENSORS
+        t = subject.view.exact(name)
+        values = None if t is None else picture_values(name, t)
+        if values is not None:
+            n = number[name]
+            yield Wanted("tensor", {"name": name}, level=level)
+            yield Wanted("compare/tile", values, found.ends[n + 1] - found.ends[n], level)
+
+
+def _distance(relative: Any) -> float:
+    return relative if isinstance(relative, float) else inf  # "Infinity", or none: the first tensor is zero
 
 
 ENDPOINTS = {"compare": compare, "compare/differences": differences, "compare/tile": tile}

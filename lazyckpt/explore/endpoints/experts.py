@@ -10,7 +10,9 @@ from ...inspect.expert_likeness import SAMPLE, expert_likeness
 from ...inspect.expert_norms import expert_norms, parts_of
 from ...lazy import LazyArray
 from ..query import Query
-from ..subject import Subject, View, Wanted
+from ..subject import FIRST, MORE, Subject, View, Wanted, effort
+
+_MANY = 65_536  # tensors, beyond which a report has nothing of experts
 
 
 def experts(subject: Subject, query: Query) -> dict[str, Any]:
@@ -72,13 +74,17 @@ def _tensors(view: View) -> dict[str, LazyArray]:
 def _report(subject: Subject) -> Iterator[Wanted]:
     if subject.run is not None:
         return
+    if len(subject.view) > _MANY:
+        if any("expert" in name for name in subject.view):
+            yield Wanted("experts", {}, effort(subject.view.nbytes, len(subject.view)))
+        return
     sizes: dict[int, int] = {}
     for _, (layer, _), t in parts_of(_tensors(subject.view)):
-        sizes[layer] = sizes.get(layer, 0) + t.nbytes
+        sizes[layer] = sizes.get(layer, 0) + effort(t.nbytes, 1)
     if sizes:
         yield Wanted("experts", {}, sum(sizes.values()))
-    for layer, nbytes in sorted(sizes.items()):
-        yield Wanted("experts/likeness", {"layer": str(layer)}, min(nbytes, SAMPLE))
+    for n, (layer, nbytes) in enumerate(sorted(sizes.items())):
+        yield Wanted("experts/likeness", {"layer": str(layer)}, min(nbytes, SAMPLE), MORE if n else FIRST)
 
 
 ENDPOINTS = {"experts": experts, "experts/likeness": likeness}

@@ -14,7 +14,7 @@ from ...inspect.stats import stats_of_all
 from ...inspect.updates import Measured, UpdateSize, measured
 from ...lazy import LazyArray
 from ..query import Query
-from ..subject import Subject, View, Wanted
+from ..subject import FIRST, MORE, Subject, View, Wanted, effort
 
 _SHOWN = ("rms", "norm", "std", "absmax", "mean", "zeros", "nan", "inf")
 _ROWS = 2000  # tensors that an answer lists
@@ -124,16 +124,21 @@ def has_updates(view: View) -> bool:
         return False
 
 
+def _effort(view: View) -> int:
+    return effort(view.nbytes, len(view))
+
+
 def _report(subject: Subject) -> Iterator[Wanted]:
     if subject.run is not None:
         return
     view = subject.view
-    yield Wanted("layers", {}, view.nbytes)
-    for state, part in view.states.items():
-        if state != view.state:
-            yield Wanted("layers", {"state": state}, part.nbytes)
+    yield Wanted("layers", {}, _effort(view))
+    others = [state for state in view.states if state != view.state]
+    moments = [state for state in others if state not in ("fp32", "weights")][:1]  # what the page shows first
     if has_updates(view):
-        yield Wanted("updates", {}, sum(part.nbytes for part in view.states.values()))
+        yield Wanted("updates", {}, sum(map(_effort, view.states.values())))
+    for state in (*moments, *(state for state in others if state not in moments)):
+        yield Wanted("layers", {"state": state}, _effort(view.states[state]), FIRST if state in moments else MORE)
 
 
 ENDPOINTS = {"layers": layers, "updates": updates}

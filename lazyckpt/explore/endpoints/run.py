@@ -12,8 +12,9 @@ from ...inspect.course import CHANGES, course
 from ...inspect.layers import QUANTITIES, arranged
 from ...lazy import LazyArray
 from ..query import Query
-from ..subject import Run, Subject, Wanted
+from ..subject import FIRST, MORE, Run, Subject, Wanted, effort
 
+_REPORTED = ("norm", "growth", "change", "drift", "cosine", "std", "absmax")  # of which a report has curves
 _TWICE = ("change", "cosine", "drift", "towards")  # quantities that read two tensors for a value
 
 
@@ -114,9 +115,12 @@ def _report(subject: Subject) -> Iterator[Wanted]:
     if subject.run is None:
         return
     yield Wanted("run", {})
-    for one in run(subject, Query({}))["kinds"]:
-        reads = one["nbytes"] * len(subject.run.steps)
-        yield Wanted("run/course", {"kind": one["kind"], "quantity": "norm"}, reads)
+    kinds = run(subject, Query({}))["kinds"]
+    for quantity in _REPORTED:
+        for one in kinds:
+            reads = effort(one["nbytes"], one["tensors"]) * len(subject.run.steps) * (2 if quantity in _TWICE else 1)
+            level = FIRST if quantity == _REPORTED[0] else MORE
+            yield Wanted("run/course", {"kind": one["kind"], "quantity": quantity}, reads, level)
 
 
 ENDPOINTS = {"run": run, "run/course": over_steps}

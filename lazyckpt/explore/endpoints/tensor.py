@@ -19,6 +19,7 @@ from ...layouts.tables import pattern
 from ...lazy import LazyArray
 from ...namespace import STORED
 from ...show.layout import drawing, holders, ranges
+from ..choice import of_tensors
 from ..query import Query
 from ..subject import Subject, View, Wanted
 from .drawn import good_wrap
@@ -183,20 +184,13 @@ def layout(subject: Subject, query: Query) -> dict[str, Any]:
 
 
 def _report(subject: Subject) -> Iterator[Wanted]:
-    """Yield the facts, a small picture and a histogram of each tensor."""
-    view = subject.view
-    for name, t in view.items():
-        yield Wanted("tensor", {"name": name})
-        try:
-            shape = number_shape(t)
-        except DataError:
-            continue
-        values = {"name": name, "rows": "64", "cols": "64", "exact": "auto"}
-        wrap = good_wrap(shape)
-        if wrap is not None:
-            values["wrap"] = str(wrap)
-        yield Wanted("tensor/tile", values, t.nbytes)
-        yield Wanted("tensor/histogram", {"name": name, "bins": "100", "scale": "linear", "exact": "auto"}, t.nbytes)
+    """Yield the facts, a picture, a histogram and values of each tensor, in each state and on both sides."""
+    view = subject.checkpoint(Query({}))
+    views: list[tuple[View, dict[str, str]]] = [(view, {})]
+    if subject.other is not None:
+        views.append((subject.other, {"side": "b"}))
+    views += [(part, {"state": state}) for state, part in view.states.items() if state != view.state]
+    return of_tensors(views)
 
 
 ENDPOINTS = {"tensor": tensor, "tensor/layout": layout}

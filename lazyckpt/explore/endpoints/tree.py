@@ -17,7 +17,7 @@ from ...inspect.stats import stats_of_all
 from ...show.outline import Outline, outline
 from ..packing import pack
 from ..query import Query
-from ..subject import Subject, View, Wanted
+from ..subject import MORE, Subject, View, Wanted, effort
 
 TIED, IDLE, LOST, PROBLEM = 1, 2, 4, 8
 """Marks of a tensor, as bits: its tensor has another name; the optimizer has no state for it; elements of it are in
@@ -225,18 +225,21 @@ def _report(subject: Subject) -> Iterator[Wanted]:
     yield Wanted("tree", {})
     yield Wanted("tree/marks", {})
     yield Wanted("tree/totals", {})
-    if subject.other is not None:
-        yield Wanted("tree", {"side": "b"})
-    for state in view.states:
-        if state != view.state:
-            yield Wanted("tree", {"state": state})
     if subject.run is None:
         found = outline(view)
         low = 0
         while low < len(found.names):
             high = _block(found, low)
-            yield Wanted("tree/norms", {"low": str(low)}, int(found.nbytes[high] - found.nbytes[low]))
+            nbytes = int(found.nbytes[high] - found.nbytes[low])
+            yield Wanted("tree/norms", {"low": str(low)}, effort(nbytes, high - low))
             low = high
+    if subject.other is not None:
+        yield Wanted("tree", {"side": "b"}, level=MORE)
+        yield Wanted("tree/marks", {"side": "b"}, level=MORE)
+    for state in view.states:
+        if state != view.state:
+            yield Wanted("tree", {"state": state}, level=MORE)
+            yield Wanted("tree/marks", {"state": state}, level=MORE)
 
 
 ENDPOINTS = {"tree": tree, "tree/marks": marks, "tree/norms": norms, "tree/totals": totals}

@@ -37,7 +37,8 @@ def tile(subject: Subject, query: Query) -> bytes:
 
     Parameters of the request: those of `Subject.tensor` and `drawn`. ``rows``, ``cols``: the size of the grid. ``how``:
     "all" (default), or the one pooling that is wanted: "mean", "min", "max", "absmax". ``exact``: "auto" (default:
-    everything is read of windows up to 64 MiB, else a sample), "yes" or "no".
+    everything is read of windows up to 64 MiB, else a sample), "yes" or "no". ``fraction``: how many bits of the
+    fractions of pooled values to keep, for answers that compress well; by default all.
 
     Returns
     -------
@@ -65,10 +66,21 @@ def picture(t: LazyArray, query: Query) -> bytes:
     single = bool((found.count <= 1).all())
     names = ("mean",) if single else ("mean", "min", "max") if how == "all" else (how,)
     arrays: dict[str, Array] = {name: found.values(name).astype(dtype) for name in names}
+    if "fraction" in query and not single:
+        arrays = {name: _rounded(array, query.number("fraction", 0, 1, 52)) for name, array in arrays.items()}
     if found.nan is not None and found.inf is not None:
         arrays |= {"nan": found.nan.astype(np.uint32), "inf": found.inf.astype(np.uint32)}
     header = {"window": d.window, "exact": found.exact, "read": found.read, "single": single}
     return pack(header, arrays)
+
+
+def _rounded(array: Array, fraction: int) -> Array:
+    """Round floats to some bits of their fractions; what is rounded beyond the largest number stays as it is."""
+    mantissa, exponent = np.frexp(array)
+    scale = 2.0 ** (fraction + 1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = np.ldexp(np.round(mantissa * scale) / scale, exponent).astype(array.dtype)
+    return np.where(np.isfinite(found), found, array)
 
 
 def histogram(subject: Subject, query: Query) -> dict[str, Any]:

@@ -67,6 +67,11 @@ export class Api {
     return this.transport.live;
   }
 
+  /** Whether a request can be answered: a report holds only some answers. */
+  holds(path: string, params: Params): boolean {
+    return this.transport.holds(path, params);
+  }
+
   async json<T>(path: string, params: Params = {}, signal?: AbortSignal): Promise<T> {
     const body = await this.transport.get(path, params, signal);
     return JSON.parse(new TextDecoder().decode(body)) as T;

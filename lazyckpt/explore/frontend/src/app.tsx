@@ -7,6 +7,9 @@ import { isTyping, KEYS } from "./keys";
 import { PAGES } from "./pages";
 import type { RouteStore } from "./route";
 import { hostTheme, keepTheme, keptTheme, onHostTheme, THEMES, type Theme } from "./theme";
+import { FileTransport } from "./transport";
+import { WidgetTransport } from "./widget";
+import { ReportNote } from "./parts/reportnote";
 import { Dialog } from "./ui/dialog";
 import { Failure } from "./ui/failure";
 import { bytes, count, grouped, shownName } from "./ui/text";
@@ -17,7 +20,9 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const [route, setRoute] = useState(routes.read());
   useEffect(() => routes.listen(() => setRoute(routes.read())), [routes]);
   const step = route.params["step"];
-  const about = useLoaded((signal) => api.json<About>("about", { step }, signal), [api, step]);
+  // a report may hold only what is true of the last step
+  const asked = api.holds("about", { step }) ? { step } : {};
+  const about = useLoaded((signal) => api.json<About>("about", asked, signal), [api, step]);
   const frame = useRef<HTMLDivElement>(null);
   const left = useRef(false); // whether the focus was in the page that was left
   const [theme, setTheme] = useState<Theme>(keptTheme);
@@ -38,6 +43,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
             api,
             about: about.value,
             route,
+            theme: theme === "auto" ? around : theme,
             go(params, page = route.page, replace = false) {
               const shared = Object.fromEntries(SHARED.map((name) => [name, route.params[name]]));
               const merged = { ...(page === route.page ? route.params : shared), ...params };
@@ -47,7 +53,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
             },
           }
         : null,
-    [api, about.value, route, routes],
+    [api, about.value, route, routes, theme, around],
   );
   const pages = context ? PAGES.filter((page) => page.shown(context.about)) : [];
   const page = pages.find(({ id }) => id === route.page) ?? pages[0];
@@ -86,13 +92,18 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
     target.addEventListener("keydown", listener);
     return () => target.removeEventListener("keydown", listener);
   });
+  const [silent, setSilent] = useState(false);
+  useEffect(() => (api.transport instanceof WidgetTransport ? api.transport.onSilence(setSilent) : undefined), [api]);
+  const silence = silent && <Silence />;
   if (about.error) return <Failure error={about.error} />;
   if (!context || !page) {
     return (
       <div class="frame" ref={frame}>
-        <p class="quiet" role="status">
-          Opening …
-        </p>
+        {silence || (
+          <p class="quiet" role="status">
+            Opening …
+          </p>
+        )}
       </div>
     );
   }
@@ -148,13 +159,25 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
             ))}
           </nav>
         </header>
+        {silence}
         <main tabIndex={-1}>
           <page.component key={page.id} />
         </main>
+        {api.transport instanceof FileTransport && api.transport.report && <ReportNote {...api.transport.report} />}
         {window_ === "help" && <Help context={context} side={side} linked={!!frame.current?.closest("#explorer")} onClose={() => setWindow(null)} />}
         {window_ === "problems" && <Problems sides={sides} onClose={() => setWindow(null)} />}
       </div>
     </Explorer.Provider>
+  );
+}
+
+/** Says that the kernel of a notebook does not answer. */
+function Silence() {
+  return (
+    <p class="silence" role="status">
+      The kernel does not answer. It may be busy with a cell: then this goes on by itself. If it was restarted, or there is none, run
+      the cell again.
+    </p>
   );
 }
 

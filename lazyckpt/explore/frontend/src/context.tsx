@@ -9,6 +9,8 @@ export interface Context {
   api: Api;
   about: About;
   route: Route;
+  /** The theme that is chosen here or by the notebook; undefined for the system's. */
+  theme?: "light" | "dark";
   /** Changes parameters of the route, and the page if one is named; undefined removes a parameter. */
   go(params: Record<string, string | undefined>, page?: string, replace?: boolean): void;
 }

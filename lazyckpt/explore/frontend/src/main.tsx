@@ -3,17 +3,15 @@
 import { render } from "preact";
 import { Api } from "./api";
 import { App } from "./app";
-import { AddressRoutes, VariableRoutes } from "./route";
-import { FileTransport, HttpTransport } from "./transport";
+import { AddressRoutes, formatRoute, parseRoute, VariableRoutes, type Route } from "./route";
+import { FileTransport, HttpTransport, type Report } from "./transport";
 import { keepKeys, WidgetTransport, type WidgetModel } from "./widget";
 import "./style.css";
 
 /** What a host writes as JSON into the element #explorer-host. */
-interface Host {
+interface Host extends Partial<Report> {
   /** Path of the API, and what it asks for. */
   http?: { base: string; token: string };
-  /** The answers that a report holds. */
-  answers?: Record<string, string>;
 }
 
 function start(): void {
@@ -21,7 +19,7 @@ function start(): void {
   const about = document.getElementById("explorer-host");
   if (!element || !about) return;
   const host = JSON.parse(about.textContent ?? "{}") as Host;
-  const transport = host.http ? new HttpTransport(host.http.base, host.http.token) : new FileTransport(host.answers ?? {});
+  const transport = host.http ? new HttpTransport(host.http.base, host.http.token) : new FileTransport({ answers: {}, ...host });
   render(<App api={new Api(transport)} routes={new AddressRoutes()} />, element);
 }
 
@@ -36,7 +34,16 @@ export default {
     resize();
     model.on("change:height", resize);
     keepKeys(el);
-    render(<App api={new Api(transport)} routes={new VariableRoutes()} />, el);
+    // the state of the widget, which a notebook may save, has the page that is shown
+    const keep = (route: Route) => {
+      try {
+        model.set("route", formatRoute(route));
+        model.save_changes();
+      } catch {
+        // the kernel is gone: requests say so, and what was loaded can still be looked at
+      }
+    };
+    render(<App api={new Api(transport)} routes={new VariableRoutes(parseRoute(model.get("route")), keep)} />, el);
     return () => {
       model.off("change:height", resize);
       render(null, el);

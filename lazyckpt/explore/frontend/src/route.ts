@@ -64,7 +64,10 @@ export class AddressRoutes implements RouteStore {
 export class VariableRoutes implements RouteStore {
   private readonly listeners = new Set<() => void>();
 
-  constructor(private route: Route = { page: "", params: {} }) {}
+  constructor(
+    private route: Route = { page: "", params: {} },
+    private readonly keep: (route: Route) => void = () => {},
+  ) {}
 
   read(): Route {
     return this.route;
@@ -72,6 +75,7 @@ export class VariableRoutes implements RouteStore {
 
   write(route: Route): void {
     this.route = route;
+    this.keep(route);
     this.listeners.forEach((listener) => listener());
   }
 

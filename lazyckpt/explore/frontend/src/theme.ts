@@ -22,8 +22,9 @@ export function keepTheme(theme: Theme): void {
   }
 }
 
-const LIGHT = "body[data-jp-theme-light='true'], body.vscode-light, html[data-theme='light']";
-const DARK = "body[data-jp-theme-light='false'], body.vscode-dark, html[data-theme='dark']";
+// JupyterLab, VS Code, marimo, pages of Sphinx, Colab
+const LIGHT = "body[data-jp-theme-light='true'], body.vscode-light, body.light-theme, html[data-theme='light'], html[theme='light']";
+const DARK = "body[data-jp-theme-light='false'], body.vscode-dark, body.dark-theme, html[data-theme='dark'], html[theme='dark']";
 
 /** The theme of the notebook around the explorer, which may differ from the system's. */
 export function hostTheme(): "light" | "dark" | undefined {
@@ -33,7 +34,7 @@ export function hostTheme(): "light" | "dark" | undefined {
 /** Calls when the theme of the notebook may have changed. */
 export function onHostTheme(changed: () => void): () => void {
   const observer = new MutationObserver(changed);
-  const watched = { attributes: true, attributeFilter: ["class", "data-theme", "data-jp-theme-light"] };
+  const watched = { attributes: true, attributeFilter: ["class", "theme", "data-theme", "data-jp-theme-light"] };
   observer.observe(document.documentElement, watched);
   observer.observe(document.body, watched);
   return () => observer.disconnect();

@@ -9,6 +9,8 @@ export interface Transport {
   get(path: string, params: Params, signal?: AbortSignal): Promise<ArrayBuffer>;
   /** Whether every request can be answered; a report holds only some answers. */
   readonly live: boolean;
+  /** Whether a request can be answered. */
+  holds(path: string, params: Params): boolean;
 }
 
 export class ApiError extends Error {
@@ -40,6 +42,7 @@ export function failure(status: number, body: ArrayBuffer): ApiError {
 
 export class HttpTransport implements Transport {
   readonly live = true;
+  readonly holds = () => true;
 
   constructor(
     private readonly base: string,
@@ -57,14 +60,46 @@ export class HttpTransport implements Transport {
   }
 }
 
-/** Answers that a report holds: request -> gzipped body, as base64. */
+/** What a report has of a checkpoint. */
+export interface Report {
+  /** Request -> gzipped body, as base64. */
+  answers: Record<string, string>;
+  /** Request -> status, kind and message, of answers that are errors. */
+  failures?: Record<string, [number, string, string]>;
+  report?: LeftOut;
+}
+
+/** What a report has left out, and how to see it. */
+export interface LeftOut {
+  /** What it is called; how many the report holds; how many there are, or 0; why not all. */
+  left: [string, number, number, "size" | "read"][];
+  /** The limits of the file's size, and of how much was read. */
+  size: string;
+  read: string;
+  /** Commands that show everything, and that write a larger report. */
+  serve: string;
+  larger: string;
+}
+
+/** Answers that a report holds. */
 export class FileTransport implements Transport {
   readonly live = false;
 
-  constructor(private readonly answers: Record<string, string>) {}
+  constructor(private readonly held: Report) {}
+
+  get report(): LeftOut | undefined {
+    return this.held.report;
+  }
+
+  holds(path: string, params: Params): boolean {
+    return Object.hasOwn(this.held.answers, requestKey(path, params));
+  }
 
   async get(path: string, params: Params): Promise<ArrayBuffer> {
-    const found = this.answers[requestKey(path, params)];
+    const key = requestKey(path, params);
+    const found = Object.hasOwn(this.held.answers, key) ? this.held.answers[key] : undefined;
+    const failed = this.held.failures && Object.hasOwn(this.held.failures, key) ? this.held.failures[key] : undefined;
+    if (failed) throw new ApiError(...failed);
     if (found === undefined) {
       throw new ApiError(404, "NotInReport", "This report does not hold these values. `lazyckpt serve` shows them all.");
     }

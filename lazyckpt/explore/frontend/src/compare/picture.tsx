@@ -3,7 +3,7 @@
 import { useMemo } from "preact/hooks";
 import type { Numbers } from "../api";
 import { useExplorer, useLoaded } from "../context";
-import { Legend, planeOf, useDark } from "../pages/tensor";
+import { Legend, planeOf, REPORTED, useDark } from "../pages/tensor";
 import type { Facts } from "../tensor/cards";
 import { colourTable } from "../ui/colours";
 import { sample, scaleOf, type ScaleKind } from "../ui/colourscale";
@@ -20,7 +20,6 @@ export function DifferencePicture({ name, paths }: { name: string; paths: [strin
   const { api, route } = useExplorer();
   const { state } = route.params;
   const facts = useLoaded((signal) => api.json<Facts>("tensor", { name, state }, signal), [name, state]);
-  if (!api.live) return <p class="quiet">A report holds no pictures of differences: `lazyckpt serve A B` shows them.</p>;
   if (facts.error) return <Failure error={facts.error} />;
   if (!facts.value || facts.value.name !== name) return <p class="compare-wait quiet">reading {shownName(name)} …</p>;
   return <Picture key={`${name}/${state}`} facts={facts.value} paths={paths} />;
@@ -35,12 +34,14 @@ function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
   const ask = async (tile: Tile, signal: AbortSignal): Promise<Values> => {
     const place = { r0: tile.r0, r1: tile.r1, c0: tile.c0, c1: tile.c1, rows: tile.rows, cols: tile.cols };
     const { header, arrays } = await api.packed<{ exact: boolean; single: boolean }>(
-      "compare/tile", { name, state: params["state"], ...plane.query, ...place }, signal,
+      "compare/tile", { name, state: params["state"], ...plane.query, ...(api.live ? place : { ...REPORTED, exact: "auto" }) }, signal,
     );
     const mean = arrays["mean"] as Numbers;
     return { mean, min: arrays["min"] ?? mean, max: arrays["max"] ?? mean, nan: arrays["nan"], inf: arrays["inf"], ...header };
   };
-  const root = useLoaded((signal) => ask(rootTile(plane.size, MOST), signal), [facts, plane.query.dims, plane.query.at]);
+  const everything = rootTile(plane.size, MOST);
+  const first = api.live ? everything : { ...everything, rows: Math.min(REPORTED.rows, plane.size.height), cols: Math.min(REPORTED.cols, plane.size.width) };
+  const root = useLoaded((signal) => ask(first, signal), [facts, plane.query.dims, plane.query.at]);
   const scale = useMemo(() => {
     const values = root.value ? sample(root.value.mean) : new Float64Array(0);
     // zero is in the middle, also if all differences have one sign
@@ -92,10 +93,10 @@ function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
         <>
           <HeatMap
             size={plane.size}
-            first={rootTile(plane.size, MOST)}
+            first={first}
             root={root.value}
             most={MOST}
-            load={ask}
+            load={api.live ? ask : undefined}
             how="mean"
             scale={scale}
             table={table}

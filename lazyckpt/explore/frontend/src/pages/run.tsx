@@ -10,7 +10,7 @@ import { Legend } from "../ui/grid";
 import { LineChart, type Series } from "../ui/line";
 import { Python, pyText } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
-import { bytes, grouped, shownName } from "../ui/text";
+import { bytes, grouped, newId, shownName } from "../ui/text";
 import { useDark } from "./tensor";
 import "./compare.css";
 import "./run.css";
@@ -48,6 +48,7 @@ const VIRIDIS = colourTable("viridis");
 export function RunPage() {
   const { api, about, route, go } = useExplorer();
   const { state, quantity = "norm", kind, q = "" } = route.params;
+  const [ticks] = useState(() => newId("steps"));
   const step = route.params["step"] ?? String(about.steps[about.steps.length - 1]);
   const loaded = useLoaded((signal) => api.json<Run>("run", { state, step: api.live ? route.params["step"] : undefined }, signal), [state, route.params["step"]]);
   const found = loaded.value;
@@ -71,11 +72,11 @@ export function RunPage() {
             min={0}
             max={found.steps.length - 1}
             value={place}
-            list="run-steps"
+            list={ticks}
             aria-valuetext={`step ${grouped(found.steps[place]!)}`}
             onChange={(event) => go({ step: String(found.steps[Number(event.currentTarget.value)]) }, undefined, true)}
           />
-          <datalist id="run-steps">
+          <datalist id={ticks}>
             {found.steps.length <= 60 && found.steps.map((_, n) => <option key={n} value={String(n)} />)}
           </datalist>
           <output>{grouped(found.steps[place]!)}</output>

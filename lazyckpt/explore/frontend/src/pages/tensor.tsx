@@ -18,6 +18,8 @@ import "./tensor.css";
 
 const LIVE = 512; // rows and columns of cells of the whole
 const REPORT = 64; // the same in a report
+/** How a report has its pictures: rounded means. */
+export const REPORTED = { rows: REPORT, cols: REPORT, how: "mean", fraction: 11 };
 
 interface Layout {
   row_dim: number | null;
@@ -65,9 +67,10 @@ export function planeOf(facts: Facts, params: Record<string, string>) {
 }
 
 function Tensor({ facts }: { facts: Facts }) {
-  const { api, route, go } = useExplorer();
+  const { api, about, route, go } = useExplorer();
   const { params } = route;
   const { name } = facts;
+  const own = about.sides[params["side"] === "b" ? 1 : 0]?.state;
   const common = { name, state: params["state"], step: params["step"], side: params["side"] };
   const plane = useMemo(() => planeOf(facts, params), [facts, params["dims"], params["at"]]);
   const { size } = plane;
@@ -103,7 +106,7 @@ function Tensor({ facts }: { facts: Facts }) {
                 type="button"
                 class="small"
                 aria-pressed={one.name === facts.state}
-                onClick={() => go({ state: one.name, view: params["view"] })}
+                onClick={() => go({ state: one.name === own ? undefined : one.name, view: params["view"] })}
               >
                 {shownName(one.name)}
               </button>
@@ -141,14 +144,14 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { size } = plane;
-  const how = (["mean", "min", "max", "absmax"].includes(params["how"] ?? "") ? params["how"] : "mean") as How;
+  const how = (api.live && ["mean", "min", "max", "absmax"].includes(params["how"] ?? "") ? params["how"] : "mean") as How;
   const kind = (["linear", "symlog", "quantile"].includes(params["scale"] ?? "") ? params["scale"] : "linear") as ScaleKind;
   const range = params["range"] === "full" ? "full" : "robust";
-  const exact = params["exact"] === "yes" ? "yes" : "auto";
+  const exact = api.live && params["exact"] === "yes" ? "yes" : "auto";
   const ask = async (tile: Tile, signal: AbortSignal, rows: number, cols: number, window: boolean): Promise<Values> => {
     const place = window ? { r0: tile.r0, r1: tile.r1, c0: tile.c0, c1: tile.c1 } : {};
     const { header, arrays } = await api.packed<{ exact: boolean; single: boolean }>(
-      "tensor/tile", { ...common, ...plane.query, ...place, rows, cols, exact }, signal,
+      "tensor/tile", { ...common, ...plane.query, ...place, rows, cols, exact, ...(api.live ? {} : REPORTED) }, signal,
     );
     const mean = arrays["mean"] as Numbers;
     return { mean, min: arrays["min"] ?? mean, max: arrays["max"] ?? mean, nan: arrays["nan"], inf: arrays["inf"], ...header };
@@ -157,10 +160,10 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
   const first = api.live ? everything : { ...everything, rows: Math.min(REPORT, size.height), cols: Math.min(REPORT, size.width) };
   const root = useLoaded(
     // a report holds the answer to this one request
-    (signal) => ask(first, signal, api.live ? first.rows : REPORT, api.live ? first.cols : REPORT, false),
+    (signal) => ask(first, signal, first.rows, first.cols, false),
     [facts, exact],
   );
-  const layout = useLoaded((signal) => (api.live ? api.json<Layout>("tensor/layout", common, signal) : Promise.resolve(null)), [facts]);
+  const layout = useLoaded((signal) => (api.holds("tensor/layout", common) ? api.json<Layout>("tensor/layout", common, signal) : Promise.resolve(null)), [facts]);
   const norms = useLoaded(async (signal) => {
     if (!api.live || facts.nbytes > 64 << 20) return null;
     const { arrays } = await api.packed("tensor/norms", { ...common, ...plane.query, rows: 512, cols: 512 }, signal);
@@ -208,7 +211,7 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
   const pooled = Array.from({ length: plane.ndim }, (_, n) => n).filter((n) => n !== plane.row && n !== plane.col && !plane.at.has(n));
   const note = root.value && (
     <>
-      {root.value.single ? "each element" : `${how} of each cell`}
+      {root.value.single ? "each element" : `${how} of each cell${api.live ? "" : ", of three digits"}`}
       {root.value.exact ? "" : ", of a sample of the elements"}
       {plane.ndim > 2 && pooled.length > 0 && `, over dimension ${pooled.join(", ")}`}
     </>
@@ -216,7 +219,7 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
   return (
     <Figure title="Values" note={note} name={`${facts.name}.values`} python={python}>
       <div class="tensor-tools">
-        {option("how", "cells show", [["mean", "mean"], ["absmax", "largest |x|"], ["min", "minimum"], ["max", "maximum"]], how)}
+        {api.live && option("how", "cells show", [["mean", "mean"], ["absmax", "largest |x|"], ["min", "minimum"], ["max", "maximum"]], how)}
         {option("scale", "colours", [["linear", "linear"], ["symlog", "symmetric log"], ["quantile", "quantiles"]], kind)}
         {option("range", "range", [["robust", "99 % of cells"], ["full", "full"]], range)}
         {api.live && root.value && (!root.value.exact || exact === "yes") &&
@@ -358,23 +361,15 @@ export function Legend({ scale, table, what }: { scale: Scale; table: Uint8Array
   );
 }
 
-/** Whether the page is dark, by its own theme or the system's. */
+/** Whether the explorer is dark, by its own theme or the system's. */
 export function useDark(): boolean {
-  const read = () => {
-    const root = document.querySelector(".lazyckpt-explorer[data-theme]")?.getAttribute("data-theme");
-    return root === "dark" || (root !== "light" && matchMedia("(prefers-color-scheme: dark)").matches);
-  };
-  const [dark, setDark] = useState(read);
+  const { theme } = useExplorer();
+  const media = useMemo(() => matchMedia("(prefers-color-scheme: dark)"), []);
+  const [dark, setDark] = useState(media.matches);
   useEffect(() => {
-    const changed = () => setDark(read());
-    const media = matchMedia("(prefers-color-scheme: dark)");
+    const changed = () => setDark(media.matches);
     media.addEventListener("change", changed);
-    const observer = new MutationObserver(changed);
-    observer.observe(document.body, { attributes: true, subtree: true, attributeFilter: ["data-theme"] });
-    return () => {
-      media.removeEventListener("change", changed);
-      observer.disconnect();
-    };
+    return () => media.removeEventListener("change", changed);
   }, []);
-  return dark;
+  return theme ? theme === "dark" : dark;
 }

@@ -50,18 +50,20 @@ interface Props {
   setMarks(marks: Mark[]): void;
 }
 
+const OUTLIERS = 50; // elements that are listed
 const AUTO = 64 << 20; // bytes that are read without being asked to
 
 export function Cards(props: Props) {
-  const { facts, empty, live } = props;
+  const { facts, common, empty, live } = props;
+  const { api } = useExplorer();
   return (
     <div class="tensor-cards">
       {!empty && <HistogramCard {...props} />}
-      {!empty && live && <OutlierCard {...props} />}
-      {!empty && live && facts.bits && <BitsCard {...props} />}
-      {!empty && live && facts.spectrum && <SpectrumCard {...props} />}
+      {!empty && api.holds("tensor/outliers", { ...common, count: OUTLIERS }) && <OutlierCard {...props} />}
+      {!empty && facts.bits && api.holds("tensor/bits", common) && <BitsCard {...props} />}
+      {!empty && facts.spectrum && api.holds("tensor/spectrum", spectrumOf(props)) && <SpectrumCard {...props} />}
       {!empty && live && EMBEDDING.test(facts.name) && facts.shape.length === 2 && <NeighbourCard {...props} />}
-      {!empty && live && <ValuesCard {...props} />}
+      {!empty && api.holds("tensor/values", windowOf(props).params) && <ValuesCard {...props} />}
       <WhereCard {...props} />
     </div>
   );
@@ -159,7 +161,7 @@ interface Outliers {
 
 function OutlierCard({ facts, plane, common, jump, setMarks }: Props) {
   const { api } = useExplorer();
-  const load = (signal: AbortSignal) => api.json<Outliers>("tensor/outliers", { ...common, count: 50 }, signal);
+  const load = (signal: AbortSignal) => api.json<Outliers>("tensor/outliers", { ...common, count: OUTLIERS }, signal);
   return (
     <section aria-label="Outliers">
       <h2>Largest elements, NaN and infinities</h2>
@@ -262,6 +264,10 @@ function BitsPicture({ found, facts }: { found: Bits; facts: Facts }) {
   );
 }
 
+function spectrumOf({ common, plane }: Pick<Props, "common" | "plane">) {
+  return { ...common, dims: plane.query.dims, at: plane.query.at };
+}
+
 function SpectrumCard({ facts, plane, common }: Props) {
   const { api } = useExplorer();
   const side = plane.ndim >= 2 ? Math.min(plane.size.height, plane.size.width) : 0;
@@ -275,7 +281,7 @@ function SpectrumCard({ facts, plane, common }: Props) {
           key={plane.query.at}
           cost={`reads ${bytes(facts.nbytes)}, and takes the eigenvalues of ${grouped(side)} x ${grouped(side)}`}
           cheap={facts.nbytes <= AUTO / 4 && side <= 512}
-          load={(signal) => api.json<{ values: number[]; accuracy: number }>("tensor/spectrum", { ...common, dims: plane.query.dims, at: plane.query.at }, signal)}
+          load={(signal) => api.json<{ values: number[]; accuracy: number }>("tensor/spectrum", spectrumOf({ common, plane }), signal)}
         >
           {({ values, accuracy }) => (
             <>
@@ -349,13 +355,21 @@ function NeighbourCard({ facts, common, part, jump }: Props) {
 const ROWS = 60;
 const COLS = 12;
 
-function ValuesCard({ facts, plane, common, part, size }: Props) {
-  const { api } = useExplorer();
-  const [r0, c0] = [Math.min(Math.max(0, Math.floor(part.r0)), size.height - 1), Math.min(Math.max(0, Math.floor(part.c0)), size.width - 1)];
+/** The elements that the table shows: the upper left of the picture; in a report, where only those are, of the whole. */
+function windowOf({ plane, common, part, size, live }: Pick<Props, "plane" | "common" | "part" | "size" | "live">) {
+  const [top, left] = live ? [Math.floor(part.r0), Math.floor(part.c0)] : [0, 0];
+  const [r0, c0] = [Math.min(Math.max(0, top), size.height - 1), Math.min(Math.max(0, left), size.width - 1)];
   const window = { r0, r1: Math.min(size.height, r0 + ROWS), c0, c1: Math.min(size.width, c0 + COLS) };
+  return { r0, c0, window, params: { ...common, ...plane.query, ...window } };
+}
+
+function ValuesCard(props: Props) {
+  const { facts, plane, live } = props;
+  const { api } = useExplorer();
+  const { r0, c0, window, params } = windowOf(props);
   const free = plane.ndim > 2 && plane.at.size < plane.ndim - 2;
   const { value, error } = useLoaded(
-    (signal) => (free ? Promise.resolve(null) : api.json<{ values: string[][] }>("tensor/values", { ...common, ...plane.query, ...window }, signal)),
+    (signal) => (free ? Promise.resolve(null) : api.json<{ values: string[][] }>("tensor/values", params, signal)),
     [facts, r0, c0, plane.query.at, plane.query.dims],
   );
   return (
@@ -373,7 +387,7 @@ function ValuesCard({ facts, plane, common, part, size }: Props) {
           rows={value.values.map((texts, n) => ({ texts, row: r0 + n }))}
           rowKey={({ row }) => row}
           height={330}
-          note="the upper left of what the picture shows; zoom or move it"
+          note={live ? "the upper left of what the picture shows; zoom or move it" : "the upper left"}
           columns={[
             { key: "row", title: "", value: ({ row }) => row, number: true, width: "80px" },
             ...Array.from({ length: window.c1 - window.c0 }, (_, n) => ({

@@ -159,8 +159,8 @@ function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props)
 
 function TensorLink({ name }: { name: string }) {
   const { route, go, api } = useExplorer();
-  if (!api.live) return null;
   const shared = Object.fromEntries(["state", "step", "side"].flatMap((key) => (route.params[key] ? [[key, route.params[key]!]] : [])));
+  if (!api.holds("tensor", { ...shared, name })) return null;
   return (
     <a
       href={linkTo("tensor", { ...shared, name })}
