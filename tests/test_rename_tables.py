@@ -20,6 +20,7 @@ from lazyckpt.testing.oracle import same
 
 from . import tiny_models
 from .conftest import need
+from .writers import ranks
 
 LAYER, OURS = "model.layers.1.", "decoder.layers.1."
 # one name of each architecture that is not as in Llama: Megatron's -> Hugging Face's
@@ -691,6 +692,69 @@ def test_ranks_of_latent_attention_that_to_megatron_writes(tmp_path: Path, model
 
 
 @pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ("qwen3_next", {}),
+        ("qwen3_5_text", {}),
+        ("nemotron_h", {}),
+        ("mamba2", {"n_groups": 2, "state_size": 2}),  # (the same shapes)
+    ],
+)
+def test_widths_of_mixers_are_those_of_the_configuration(tmp_path: Path, model: str, config: dict[str, int]) -> None:
+    tiny_models.write(tmp_path / "hf", model)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(tiny_models.config_of(model) | config))
+    there = lazyckpt.open(tmp_path / "hf").rename("megatron")
+    there.to_megatron(tmp_path / "megatron", tp=2)
+    back = lazyckpt.open(tmp_path / "megatron")
+    assert back.mesh.tp == 2 and not back.problems
+    for name in there.specs:
+        same(back[name][...], there[name][...], name)
+    for rank in range(2):
+        shard, own = there.shard(tp=2, rank=rank), lazyckpt.open(tmp_path / f"megatron/release/mp_rank_{rank:02d}")
+        for name in own.stored:
+            same(shard[name.removeprefix("model.")][...], own.stored[name][...], name)
+    there.to_megatron(tmp_path / "dist", ckpt_format="torch_dist")  # (which has the parts one by one)
+    dist = lazyckpt.open(tmp_path / "dist")
+    assert set(dist.specs) == set(there.specs)
+    assert [line for line in there.problems if line.code == "unlike-values"] == [
+        line for line in there.problems if model == "mamba2"
+    ]
+
+
+@pytest.mark.parametrize("model", ["mamba2", "falcon_h1"])
+def test_groups_of_a_mixer_are_not_cut(tmp_path: Path, model: str) -> None:
+    _, there, _ = moved(tmp_path, model)
+    with pytest.raises(lazyckpt.MeshError, match="mamba_num_groups = 1"):
+        there.shard(tp=2, rank=0)
+    with pytest.raises(lazyckpt.MeshError, match="mamba_num_groups = 1"):
+        there.to_megatron(tmp_path / "out", tp=2)
+
+
+@pytest.mark.parametrize(("model", "words"), [("t5", "T5Model"), ("bert", "BertModel"), ("qwen3_vl", "towers")])
+def test_models_of_which_no_checkpoint_of_megatron_is_written(tmp_path: Path, model: str, words: str) -> None:
+    _, there, _ = moved(tmp_path, model)
+    with pytest.raises(lazyckpt.DataError, match=words):
+        there.to_megatron(tmp_path / "out")
+
+
+def test_the_language_model_beside_a_tower(tmp_path: Path) -> None:
+    _, there, _ = moved(tmp_path, "qwen3_vl")
+    there.prefix("language_model").to_megatron(tmp_path / "out", tp=2)
+    back = lazyckpt.open(tmp_path / "out")
+    for name in back.specs:
+        same(back[name][...], there[f"language_model.{name}"][...], name)
+
+
+def test_the_norm_of_falcon_h1_in_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """There it has the name of a norm beside the matrix."""
+    _, there, tensors = moved(tmp_path, "falcon_h1")
+    there.to_megatron(tmp_path / "dist", ckpt_format="torch_dist")
+    dist = lazyckpt.open(tmp_path / "dist")
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in dist
+    assert set(dist.rename("falcon_h1").specs) == set(tensors)
+
+
+@pytest.mark.parametrize(
     ("model", "names"),
     [
         ("t5", ["shared.weight"]),
@@ -716,6 +780,24 @@ def test_two_names_that_are_one_in_the_other_terms(tmp_path: Path) -> None:
     there = view.rename("megatron")
     assert dict(there.aliases) == {"output_layer.weight": "embedding.word_embeddings.weight"}
     assert list(there).count("output_layer.bias") == 1 and all(a != b for a, b in there.rename("hf").aliases.items())
+
+
+def test_a_head_of_bert_that_is_not_tied(tmp_path: Path) -> None:
+    """It has a bias of its own; the other one is not used, and stays."""
+    tensors = tiny_models.write(tmp_path, "bert")
+    head = {f"cls.predictions.decoder.{kind}": tensors[f"cls.predictions.{kind}"] + 1 for kind in ("bias",)}
+    head["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"] + 1
+    save_file(tensors | head, tmp_path / "model.safetensors")
+    config = tiny_models.config_of("bert") | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    there = lazyckpt.open(tmp_path).rename("megatron")
+    for kind in ("weight", "bias"):
+        same(there[f"output_layer.{kind}"][...], head[f"cls.predictions.decoder.{kind}"], kind)
+    assert [line.path for line in there.problems if line.code == "not-renamed"] == ["cls.predictions.bias"]
+    back = there.rename("hf")
+    assert set(back.specs) == {*tensors, *head}
+    for name, truth in (tensors | head).items():
+        same(back[name][...], truth, name)
 
 
 @pytest.mark.parametrize(("model", "why"), [("phi", "side by side"), ("umt5", "relative positions")])
@@ -804,6 +886,15 @@ def test_logits_of_megatrons_models_are_those_of_transformers() -> None:
     need("transformers", "megatron")
     found = printed_by("megatron_logits")
     assert all(far < 1e-4 for far in found.values()), found
+
+
+@pytest.mark.full
+def test_logits_of_megatrons_ranks_with_fused_matrices(tmp_path: Path) -> None:
+    """Delta nets and Mamba layers on two ranks of megatron-core, each with its shard."""
+    need("transformers", "megatron")
+    folder = ranks.run_all("tests.writers.megatron_cut", tmp_path)
+    said = [ranks.verdict(folder, name, 2) for name in ("qwen3_next", "qwen3_5_text", "nemotron_h")]
+    assert not any(said), said
 
 
 @pytest.mark.full

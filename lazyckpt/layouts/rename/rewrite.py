@@ -204,7 +204,9 @@ class _Renaming:
         possible = [
             (e, m, target)
             for e, m in about
-            if not e.stack and (target := e.left.format(**m.groupdict())) not in self.found
+            if not e.stack
+            and (target := e.left.format(**m.groupdict())) not in self.found
+            and not self._is_second(e, m, entries)
         ]
         if not possible:
             return False
@@ -223,6 +225,17 @@ class _Renaming:
         if len(names) == 1:
             self.report.one[name] = target
         return True
+
+    def _is_second(self, entry: Entry, match: re.Match[str], entries: Sequence[Entry]) -> bool:
+        """Return whether tensors of an earlier naming of the same left name are there, too, which then count."""
+        for other in entries:
+            if other is entry:
+                return False
+            if other.left == entry.left and not other.stack and other.right:
+                names = [one.format(**match.groupdict()) for one in (*other.right, other.beside) if one]
+                if all(name in self.specs for name in names):
+                    return True
+        return False
 
     def _as_it_lies(self, name: str, about: list[tuple[Entry, re.Match[str]]]) -> tuple[Entry, re.Match[str]]:
         """Return the entry whose matrices lie as those in a stack, where the table has entries for both ways."""
