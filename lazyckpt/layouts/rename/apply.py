@@ -168,7 +168,31 @@ def all_heads_of(meta: Mapping[str, Any]) -> dict[str, Heads | None]:
         "": heads_of(meta),
         "delta": _delta_heads(text_config(meta) if args is None else args),
         "vision": _heads_in(vision, tower=True) if isinstance(vision, dict) else None,
+        **(_heads_of_layers(text_config(meta)) if args is None else {}),
     }
+
+
+def _heads_of_layers(config: Mapping[str, Any]) -> dict[str, Heads | None]:
+    """Return the heads of each layer, by its number, of models whose layers differ in them."""
+    blocks, pattern = config.get("block_configs"), config.get("hybrid_layer_pattern")
+    found: dict[str, Heads | None] = {}
+    if config.get("model_type") == "nemotron-nas" and isinstance(blocks, list):  # (configuration_decilm.py)
+        heads = config.get("num_attention_heads")
+        for n, block in enumerate(blocks):
+            attention = block.get("attention") if isinstance(block, dict) else None
+            each = attention.get("n_heads_in_group") if isinstance(attention, dict) else None
+            if _counts(heads, each):
+                found[str(n)] = _heads(heads, heads // each, config.get("head_dim"), config.get("hidden_size"))
+    if config.get("model_type") == "mimo_v2_flash" and isinstance(pattern, list):  # (configuration_mimo_v2_flash.py)
+        kinds = (_heads_of_kind(config, ""), _heads_of_kind(config, "swa_"))
+        found |= {"mtp": kinds[1], **{str(n): kinds[int(kind == 1)] for n, kind in enumerate(pattern)}}
+    return found
+
+
+def _heads_of_kind(config: Mapping[str, Any], prefix: str) -> Heads | None:
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+    found: list[Any] = [config.get(f"{prefix}{name}") for name in names]
+    return Heads(*found) if _counts(*found) else None
 
 
 def heads_of(meta: Mapping[str, Any]) -> Heads | None:

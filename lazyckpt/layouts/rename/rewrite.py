@@ -131,6 +131,11 @@ class _Renaming:
             self.cut(name, entry, match)
         return True
 
+    def _heads(self, match: re.Match[str]) -> AllHeads:
+        """Return the heads of the layer that a name is of, if layers differ in them."""
+        own = self.heads.get("mtp" if "mtp." in match.string else match.groupdict().get("l", ""))
+        return self.heads if own is None else {**self.heads, "": own}
+
     def _given(self, entry: Entry, match: re.Match[str]) -> bool:
         """Return whether the left tensor is there that has to be there for an entry."""
         return not entry.given or entry.given.format(**match.groupdict()) in self.specs
@@ -176,7 +181,7 @@ class _Renaming:
         try:
             if entry.cut == "halves" and _is_ungated(name, self.specs, self.gated):
                 raise Unfit("this model's MLP has no gate: there are no two halves in it")
-            made = [self._value(one, entry, 1.0) for one in cut_apart(spec, targets, entry, self.heads)]
+            made = [self._value(one, entry, 1.0) for one in cut_apart(spec, targets, entry, self._heads(match))]
             self._check_free(targets)
         except Unfit as e:
             self._unfit(name, e)
@@ -216,7 +221,8 @@ class _Renaming:
         try:
             if missing:
                 raise Unfit(f"{', '.join(entry.right)} have to be there together")
-            spec = self._value(join([self.specs[n] for n in names], target, entry, self.heads), entry, -1.0)
+            joined = join([self.specs[n] for n in names], target, entry, self._heads(match))
+            spec = self._value(joined, entry, -1.0)
         except Unfit as e:
             self._unfit(name, e)
             return True
