@@ -651,8 +651,13 @@ _BRIDGED: dict[str, tuple[dict[str, Any], dict[str, list[int]], dict[str, str]]]
     ),
     "mimo_v2_flash": (
         {
-            **{**_HEADS, "v_head_dim": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 1},
-            **{"swa_head_dim": 6, "swa_v_head_dim": 4, "hybrid_layer_pattern": [0, 1]},
+            **_HEADS,
+            "v_head_dim": 4,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 1,
+            "swa_head_dim": 6,
+            "swa_v_head_dim": 4,
+            "hybrid_layer_pattern": [0, 1],
         },
         {
             **_SPARSE,
@@ -676,7 +681,9 @@ _BRIDGED: dict[str, tuple[dict[str, Any], dict[str, list[int]], dict[str, str]]]
     ),
     "nemotron-nas": (
         {
-            **{"num_attention_heads": 4, "hidden_size": 24, "num_key_value_heads": None},
+            "num_attention_heads": 4,
+            "hidden_size": 24,
+            "num_key_value_heads": None,
             "block_configs": [{"attention": {"n_heads_in_group": n}} for n in (2, 4)],
         },
         {

@@ -177,10 +177,10 @@ def _heads_of_layers(config: Mapping[str, Any]) -> dict[str, Heads | None]:
     blocks, pattern = config.get("block_configs"), config.get("hybrid_layer_pattern")
     found: dict[str, Heads | None] = {}
     if config.get("model_type") == "nemotron-nas" and isinstance(blocks, list):  # (configuration_decilm.py)
-        heads = config.get("num_attention_heads")
+        heads: Any = config.get("num_attention_heads")
         for n, block in enumerate(blocks):
             attention = block.get("attention") if isinstance(block, dict) else None
-            each = attention.get("n_heads_in_group") if isinstance(attention, dict) else None
+            each: Any = attention.get("n_heads_in_group") if isinstance(attention, dict) else None
             if _counts(heads, each):
                 found[str(n)] = _heads(heads, heads // each, config.get("head_dim"), config.get("hidden_size"))
     if config.get("model_type") == "mimo_v2_flash" and isinstance(pattern, list):  # (configuration_mimo_v2_flash.py)
