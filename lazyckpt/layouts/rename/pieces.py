@@ -18,8 +18,8 @@ Rows = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Shape of attention: ``queries`` heads in ``groups`` groups that share k and v; each head has ``dim`` rows. Those of
-    v have ``values``, if that is not 0.
+    """Shape of attention: ``queries`` heads in ``groups`` groups that share k and v. Each head has ``dim`` rows, but
+    one of v has ``values``, if that is not 0.
 
     Of a gated delta net: ``queries`` heads of v with ``values`` rows each, in ``groups`` groups that share q and k.
     """
