@@ -1053,6 +1053,13 @@ def test_logits_of_megatrons_models_are_those_of_transformers() -> None:
 
 
 @pytest.mark.full
+def test_layers_of_towers_are_those_of_transformers() -> None:
+    need("transformers", "megatron")
+    found = printed_by("megatron_towers")
+    assert found and all(far < 1e-5 for far in found.values()), found
+
+
+@pytest.mark.full
 def test_logits_of_megatrons_ranks_with_fused_matrices(tmp_path: Path) -> None:
     """Delta nets and Mamba layers on two ranks of megatron-core, each with its shard."""
     need("transformers", "megatron")

@@ -179,7 +179,7 @@ CONFIGS |= {
     "megatron-bert": _BERT,
 }
 # other forms of a model: its name -> `model_type`
-FORMS = {"falcon 7b": "falcon", "falcon rw": "falcon", "bert untied": "bert", "mamba2 groups": "mamba2"}
+FORMS = {"falcon 7b": "falcon", "falcon rw": "falcon", "bert untied": "bert", "falcon_h1 late": "falcon_h1"}
 CONFIGS |= {
     "falcon 7b": {**_FALCON, "multi_query": True, "parallel_attn": True},
     "falcon rw": {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False},
@@ -321,7 +321,8 @@ CONFIGS |= {
 # those that are not recorded, too
 FURTHER = CONFIGS | {
     "bert untied": {**_BERT, "tie_word_embeddings": False},
-    "mamba2 groups": {**CONFIGS["mamba2"], "n_groups": 2},
+    # (as published ones; megatron-core's mixer multiplies before the norm)
+    "falcon_h1 late": {**CONFIGS["falcon_h1"], "mamba_norm_before_gate": False, "mamba_n_groups": 2},
 }
 # of these transformers writes all experts in one tensor if it is told not to write the older naming
 FUSED = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "nemotron_h", "ernie4_5_moe")
@@ -370,7 +371,7 @@ def build(model: str) -> Any:
     built = (kind(config) if model == "qwen2_audio" else kind.from_config(config)).float().eval()
     with torch.no_grad():
         for name, one in (*built.named_parameters(), *built.named_buffers()):
-            if one.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name:
+            if one.is_floating_point() and not any(kept in name for kept in ("inv_freq", "embed_scale", "mup_vector")):
                 one.add_(0.1 * torch.randn(one.shape))
     return built
 

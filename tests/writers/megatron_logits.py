@@ -56,6 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "exaone_moe": {"experts": True, "qk_norm": True, "sigmoid": True},
     "mamba2": {"mamba": True},
     "nemotron_h": {"mamba": True, "experts": True, "sigmoid": True, "squared": True},
+    "falcon_h1 late": {"layer": "BesideMamba", "no_first_norm": True},
     "t5": {"t5": True},
     "mt5": {"t5": True},
     "bert": {"bert": True, "layer": "PostNorm"},
@@ -99,6 +100,10 @@ def difference(name: str, folder: Path, tp: int = 1) -> float:
     tied = not {"output_layer.weight", "lm_head.output_layer.weight"} & set(view.specs)
     ours = _megatron(name, sizes, theirs.config, tied)
     state = {_local(key): view[key][...] for key in view.specs if not key.endswith(_UNUSED)}
+    if (
+        "decoder.final_layernorm.weight" in ours.state_dict()
+    ):  # (that of a GPTModel; Falcon-H1's stack has another name)
+        state = {key.replace("decoder.final_norm.", "decoder.final_layernorm."): one for key, one in state.items()}
     missing, unexpected = ours.load_state_dict(state, strict=False)
     missing = [key for key in missing if not key.endswith(_BUFFERS)]
     if MODELS[name].get("t5"):  # (the head has two names)
@@ -190,6 +195,8 @@ def _special(spec: Any, about: dict[str, Any]) -> Any:
         inner = layer.submodules
         if about.get("one_norm"):
             inner.pre_mlp_layernorm = IdentityOp
+        if about.get("no_first_norm"):
+            inner.input_layernorm = IdentityOp
         if about.get("no_norms"):
             inner.input_layernorm = inner.pre_mlp_layernorm = IdentityOp
         if about.get("delta") and n == 0:
@@ -288,6 +295,9 @@ def config_of(sizes: dict[str, Any], config: Any, about: dict[str, Any]) -> Any:
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
     }
+    if "mamba_d_state" in sizes:
+        names = {"state_dim": "d_state", "head_dim": "d_head", "num_heads": "n_heads", "num_groups": "n_groups"}
+        values |= {f"mamba_{one}": sizes[f"mamba_{name}"] for one, name in names.items()}
     if about.get("mamba"):
         names = {"state_dim": "state_size", "head_dim": "head_dim", "num_heads": "num_heads", "num_groups": "n_groups"}
         hybrid = {"state_dim": "ssm_state_size", "head_dim": "mamba_head_dim", "num_heads": "mamba_num_heads"}
