@@ -20,6 +20,7 @@ from lazyckpt.testing.oracle import same
 
 from . import tiny_models
 from .conftest import need
+from .writers import ranks
 
 LAYER, OURS = "model.layers.1.", "decoder.layers.1."
 # one name of each architecture that is not as in Llama: Megatron's -> Hugging Face's
@@ -563,6 +564,168 @@ def test_names_of_models_with_code_of_their_own(tmp_path: Path) -> None:
             same(there.rename("hf")[name][...], one, name)
 
 
+_ATTENTION = {
+    "self_attn.q_proj.weight": [24, 16],
+    "self_attn.k_proj.weight": [12, 16],
+    "self_attn.v_proj.weight": [12, 16],
+    "self_attn.o_proj.weight": [16, 24],
+}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16, "head_dim": 6}
+_SPARSE = {
+    "mlp.gate.weight": [2, 16],
+    "mlp.experts.1.gate_proj.weight": [8, 16],
+    "mlp.experts.1.up_proj.weight": [8, 16],
+    "mlp.experts.1.down_proj.weight": [16, 8],
+}
+# models of which transformers 5.3 has none, by the mappings of Megatron-Bridge: `model_type`, config.json, names and
+# shapes behind "model.layers.1." or from the beginning, and some of them with their names there
+_BRIDGED: dict[str, tuple[dict[str, Any], dict[str, list[int]], dict[str, str]]] = {
+    "sarvam_moe": (
+        _HEADS,
+        {**_SPARSE, "attention.query_key_value.weight": [48, 16], "mlp.gate.expert_bias": [2]},
+        {"mlp.gate.expert_bias": "decoder.layers.1.mlp.router.expert_bias"},
+    ),
+    "sarvam_mla": (
+        _HEADS,
+        {**_SPARSE, "self_attn.kv_a_proj_with_mqa.weight": [12, 16], "mlp.gate.e_score_correction_bias": [2]},
+        {"self_attn.kv_a_proj_with_mqa.weight": "decoder.layers.1.self_attention.linear_kv_down_proj.weight"},
+    ),
+    "kimi_k25": (
+        {"text_config": _HEADS},
+        {
+            **{f"language_model.model.layers.1.{name}": shape for name, shape in _SPARSE.items()},
+            "language_model.model.layers.1.self_attn.kv_b_proj.weight": [12, 16],
+            "language_model.lm_head.weight": [32, 16],
+            "vision_tower.encoder.blocks.0.wqkv.weight": [48, 16],
+            "mm_projector.proj.0.weight": [16, 16],
+        },
+        {
+            "language_model.model.layers.1.self_attn.kv_b_proj.weight": "language_model.decoder.layers.1."
+            "self_attention.linear_kv_up_proj.weight",
+            "language_model.lm_head.weight": "language_model.output_layer.weight",
+            "mm_projector.proj.0.weight": "mm_projector.proj.0.weight",
+        },
+    ),
+    "minimax_m3_vl": (
+        {"text_config": _HEADS},
+        {
+            **{f"language_model.model.layers.1.{name}": shape for name, shape in _ATTENTION.items()},
+            "language_model.model.layers.1.block_sparse_moe.gate.weight": [2, 16],
+            "language_model.model.layers.1.block_sparse_moe.e_score_correction_bias": [2],
+            "language_model.model.layers.1.block_sparse_moe.shared_experts.down_proj.weight": [16, 8],
+            "language_model.model.layers.1.block_sparse_moe.shared_experts.gate_proj.weight": [8, 16],
+            "language_model.model.layers.1.block_sparse_moe.shared_experts.up_proj.weight": [8, 16],
+            "language_model.model.layers.1.block_sparse_moe.experts.0.w1.weight": [8, 16],
+            "language_model.model.layers.1.block_sparse_moe.experts.0.w2.weight": [16, 8],
+            "language_model.model.layers.1.block_sparse_moe.experts.0.w3.weight": [8, 16],
+            "language_model.model.layers.1.self_attn.index_q_norm.weight": [4],
+            "vision_tower.vision_model.layers.0.layer_norm1.weight": [16],
+            "patch_merge_mlp.linear_1.weight": [16, 16],
+        },
+        {
+            "language_model.model.layers.1.self_attn.index_q_norm.weight": "lightning_indexers.1.q_norm.weight",
+            "language_model.model.layers.1.block_sparse_moe.shared_experts.down_proj.weight": "language_model.decoder."
+            "layers.1.mlp.shared_experts.linear_fc2.weight",
+        },
+    ),
+    "exaone4_5": (
+        {"text_config": _HEADS, "vision_config": {"hidden_size": 16, "num_heads": 4, "num_key_value_heads": 2}},
+        {
+            **{f"model.language_model.layers.1.{name}": shape for name, shape in _ATTENTION.items()},
+            **{f"mtp.layers.0.{name}": shape for name, shape in _ATTENTION.items()},
+            "mtp.fc.weight": [16, 32],
+            "mtp.norm.weight": [16],
+            "mtp.layers.0.post_attention_layernorm.weight": [16],
+            "model.language_model.layers.1.post_feedforward_layernorm.weight": [16],
+            "model.visual.blocks.0.attn.qkv.weight": [32, 16],
+            "model.visual.merger.ln_q.weight": [16],
+            "model.visual.merger.mlp.2.bias": [16],
+            "lm_head.weight": [32, 16],
+        },
+        {
+            "model.visual.merger.ln_q.weight": "vision_model.merger.patch_norm.weight",
+            "mtp.fc.weight": "language_model.mtp.layers.0.eh_proj.weight",
+            "mtp.layers.0.post_attention_layernorm.weight": "language_model.mtp.layers.0.transformer_layer."
+            "self_attention.linear_proj.post_layernorm.weight",
+        },
+    ),
+    "mimo_v2_flash": (
+        {
+            **_HEADS,
+            "v_head_dim": 4,
+            "swa_num_attention_heads": 4,
+            "swa_num_key_value_heads": 1,
+            "swa_head_dim": 6,
+            "swa_v_head_dim": 4,
+            "hybrid_layer_pattern": [0, 1],
+        },
+        {
+            **_SPARSE,
+            "self_attn.q_proj.weight": [24, 16],
+            "self_attn.k_proj.weight": [6, 16],
+            "self_attn.v_proj.weight": [4, 16],
+            "self_attn.attention_sink_bias": [4],
+            "model.layers.0.self_attn.q_proj.weight": [24, 16],
+            "model.layers.0.self_attn.k_proj.weight": [12, 16],
+            "model.layers.0.self_attn.v_proj.weight": [8, 16],
+            "model.mtp.layers.0.self_attn.q_proj.weight": [24, 16],
+            "model.mtp.layers.0.self_attn.k_proj.weight": [6, 16],
+            "model.mtp.layers.0.self_attn.v_proj.weight": [4, 16],
+            "model.mtp.layers.0.pre_mlp_layernorm.weight": [16],
+            "model.mtp.layers.0.eh_proj.weight": [16, 32],
+        },
+        {
+            "self_attn.attention_sink_bias": "decoder.layers.1.self_attention.core_attention.softmax_offset",
+            "model.mtp.layers.0.pre_mlp_layernorm.weight": "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
+        },
+    ),
+    "nemotron-nas": (
+        {
+            "num_attention_heads": 4,
+            "hidden_size": 24,
+            "num_key_value_heads": None,
+            "block_configs": [{"attention": {"n_heads_in_group": n}} for n in (2, 4)],
+        },
+        {
+            "model.layers.0.self_attn.q_proj.weight": [24, 24],
+            "model.layers.0.self_attn.k_proj.weight": [12, 24],
+            "model.layers.0.self_attn.v_proj.weight": [12, 24],
+            "self_attn.q_proj.weight": [24, 24],
+            "self_attn.k_proj.weight": [6, 24],
+            "self_attn.v_proj.weight": [6, 24],
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("model", _BRIDGED)
+def test_names_of_models_that_only_the_bridge_has(tmp_path: Path, model: str) -> None:
+    config, shapes, told = _BRIDGED[model]
+    own = ("model.", "mtp.", "language_model.", "lm_head.", "vision_tower.", "mm_projector.", "patch_merge_mlp.")
+    full = {name: name if name.startswith(own) else f"model.layers.1.{name}" for name in (*shapes, *told)}
+    tensors = {full[name]: torch.randn(shape) for name, shape in shapes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model, **config}))
+    view = lazyckpt.open(tmp_path)
+    there = view.rename("megatron")
+    assert there.problems == view.problems
+    for name, ours in told.items():
+        same(there[ours][...], tensors[full[name]], name)
+    back = there.rename("hf")
+    assert set(back.specs) == set(tensors)
+    for name, truth in tensors.items():
+        same(back[name][...], truth, name)
+    for layer, groups, dim, value in {
+        "mimo_v2_flash": [(0, 2, 6, 4), (1, 1, 6, 4)],
+        "nemotron-nas": [(0, 2, 6, 6)],
+    }.get(model, []):  # q, k and v of each group
+        q, k, v = (tensors[f"model.layers.{layer}.self_attn.{one}_proj.weight"] for one in "qkv")
+        cut = zip(q.split(24 // groups), k.split(dim), v.split(value), strict=True)
+        fused = torch.cat([rows for group in cut for rows in group])
+        same(there[f"decoder.layers.{layer}.self_attention.linear_qkv.weight"][...], fused, "q, k and v")
+
+
 def test_names_of_qwen_omni(tmp_path: Path) -> None:
     """Megatron-Bridge's and mbridge's; what speaks has none."""
     text = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 16, "head_dim": 6}
@@ -691,6 +854,69 @@ def test_ranks_of_latent_attention_that_to_megatron_writes(tmp_path: Path, model
 
 
 @pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ("qwen3_next", {}),
+        ("qwen3_5_text", {}),
+        ("nemotron_h", {}),
+        ("mamba2", {"n_groups": 2, "state_size": 2}),  # (the same shapes)
+    ],
+)
+def test_widths_of_mixers_are_those_of_the_configuration(tmp_path: Path, model: str, config: dict[str, int]) -> None:
+    tiny_models.write(tmp_path / "hf", model)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(tiny_models.config_of(model) | config))
+    there = lazyckpt.open(tmp_path / "hf").rename("megatron")
+    there.to_megatron(tmp_path / "megatron", tp=2)
+    back = lazyckpt.open(tmp_path / "megatron")
+    assert back.mesh.tp == 2 and not back.problems
+    for name in there.specs:
+        same(back[name][...], there[name][...], name)
+    for rank in range(2):
+        shard, own = there.shard(tp=2, rank=rank), lazyckpt.open(tmp_path / f"megatron/release/mp_rank_{rank:02d}")
+        for name in own.stored:
+            same(shard[name.removeprefix("model.")][...], own.stored[name][...], name)
+    there.to_megatron(tmp_path / "dist", ckpt_format="torch_dist")  # (which has the parts one by one)
+    dist = lazyckpt.open(tmp_path / "dist")
+    assert set(dist.specs) == set(there.specs)
+    assert [line for line in there.problems if line.code == "unlike-values"] == [
+        line for line in there.problems if model == "mamba2"
+    ]
+
+
+@pytest.mark.parametrize("model", ["mamba2", "falcon_h1"])
+def test_groups_of_a_mixer_are_not_cut(tmp_path: Path, model: str) -> None:
+    _, there, _ = moved(tmp_path, model)
+    with pytest.raises(lazyckpt.MeshError, match="mamba_num_groups = 1"):
+        there.shard(tp=2, rank=0)
+    with pytest.raises(lazyckpt.MeshError, match="mamba_num_groups = 1"):
+        there.to_megatron(tmp_path / "out", tp=2)
+
+
+@pytest.mark.parametrize(("model", "words"), [("t5", "T5Model"), ("bert", "BertModel"), ("qwen3_vl", "towers")])
+def test_models_of_which_no_checkpoint_of_megatron_is_written(tmp_path: Path, model: str, words: str) -> None:
+    _, there, _ = moved(tmp_path, model)
+    with pytest.raises(lazyckpt.DataError, match=words):
+        there.to_megatron(tmp_path / "out")
+
+
+def test_the_language_model_beside_a_tower(tmp_path: Path) -> None:
+    _, there, _ = moved(tmp_path, "qwen3_vl")
+    there.prefix("language_model").to_megatron(tmp_path / "out", tp=2)
+    back = lazyckpt.open(tmp_path / "out")
+    for name in back.specs:
+        same(back[name][...], there[f"language_model.{name}"][...], name)
+
+
+def test_the_norm_of_falcon_h1_in_a_distributed_checkpoint(tmp_path: Path) -> None:
+    """There it has the name of a norm beside the matrix."""
+    _, there, tensors = moved(tmp_path, "falcon_h1")
+    there.to_megatron(tmp_path / "dist", ckpt_format="torch_dist")
+    dist = lazyckpt.open(tmp_path / "dist")
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in dist
+    assert set(dist.rename("falcon_h1").specs) == set(tensors)
+
+
+@pytest.mark.parametrize(
     ("model", "names"),
     [
         ("t5", ["shared.weight"]),
@@ -718,7 +944,27 @@ def test_two_names_that_are_one_in_the_other_terms(tmp_path: Path) -> None:
     assert list(there).count("output_layer.bias") == 1 and all(a != b for a, b in there.rename("hf").aliases.items())
 
 
-@pytest.mark.parametrize(("model", "why"), [("phi", "side by side"), ("umt5", "relative positions")])
+def test_a_head_of_bert_that_is_not_tied(tmp_path: Path) -> None:
+    """It has a bias of its own; the other one is not used, and stays."""
+    tensors = tiny_models.write(tmp_path, "bert")
+    head = {f"cls.predictions.decoder.{kind}": tensors[f"cls.predictions.{kind}"] + 1 for kind in ("bias",)}
+    head["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"] + 1
+    save_file(tensors | head, tmp_path / "model.safetensors")
+    config = tiny_models.config_of("bert") | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    there = lazyckpt.open(tmp_path).rename("megatron")
+    for kind in ("weight", "bias"):
+        same(there[f"output_layer.{kind}"][...], head[f"cls.predictions.decoder.{kind}"], kind)
+    assert [line.path for line in there.problems if line.code == "not-renamed"] == ["cls.predictions.bias"]
+    back = there.rename("hf")
+    assert set(back.specs) == {*tensors, *head}
+    for name, truth in (tensors | head).items():
+        same(back[name][...], truth, name)
+
+
+@pytest.mark.parametrize(
+    ("model", "why"), [("phi", "side by side"), ("umt5", "relative positions"), ("gemma4", "k and v")]
+)
 def test_why_an_architecture_has_no_table(tmp_path: Path, model: str, why: str) -> None:
     tiny_models.write(tmp_path, "llama")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model}))
@@ -804,6 +1050,22 @@ def test_logits_of_megatrons_models_are_those_of_transformers() -> None:
     need("transformers", "megatron")
     found = printed_by("megatron_logits")
     assert all(far < 1e-4 for far in found.values()), found
+
+
+@pytest.mark.full
+def test_layers_of_towers_are_those_of_transformers() -> None:
+    need("transformers", "megatron")
+    found = printed_by("megatron_towers")
+    assert found and all(far < 1e-5 for far in found.values()), found
+
+
+@pytest.mark.full
+def test_logits_of_megatrons_ranks_with_fused_matrices(tmp_path: Path) -> None:
+    """Delta nets and Mamba layers on two ranks of megatron-core, each with its shard."""
+    need("transformers", "megatron")
+    folder = ranks.run_all("tests.writers.megatron_cut", tmp_path)
+    said = [ranks.verdict(folder, name, 2) for name in ("qwen3_next", "qwen3_5_text", "nemotron_h")]
+    assert not any(said), said
 
 
 @pytest.mark.full

@@ -179,7 +179,7 @@ CONFIGS |= {
     "megatron-bert": _BERT,
 }
 # other forms of a model: its name -> `model_type`
-FORMS = {"falcon 7b": "falcon", "falcon rw": "falcon"}
+FORMS = {"falcon 7b": "falcon", "falcon rw": "falcon", "bert untied": "bert", "falcon_h1 late": "falcon_h1"}
 CONFIGS |= {
     "falcon 7b": {**_FALCON, "multi_query": True, "parallel_attn": True},
     "falcon rw": {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False},
@@ -318,13 +318,19 @@ CONFIGS |= {
         "audio_config": {**_HEARING, "model_type": "qwen2_audio_encoder"},
     },
 }
+# those that are not recorded, too
+FURTHER = CONFIGS | {
+    "bert untied": {**_BERT, "tie_word_embeddings": False},
+    # (as published ones; megatron-core's mixer multiplies before the norm)
+    "falcon_h1 late": {**CONFIGS["falcon_h1"], "mamba_norm_before_gate": False, "mamba_n_groups": 2},
+}
 # of these transformers writes all experts in one tensor if it is told not to write the older naming
 FUSED = ("mixtral", "qwen3_moe", "deepseek_v3", "qwen3_next", "nemotron_h", "ernie4_5_moe")
 
 
 def config_of(model: str) -> dict[str, Any]:
     """What config.json says."""
-    return {"model_type": FORMS.get(model, model), **CONFIGS[model]}
+    return {"model_type": FORMS.get(model, model), **FURTHER[model]}
 
 
 def recorded() -> dict[str, dict[str, list[int]]]:
@@ -357,15 +363,15 @@ def build(model: str) -> Any:
     )
 
     torch.manual_seed(0)
-    kind = AutoModelForImageTextToText if "vision_config" in CONFIGS[model] else AutoModelForCausalLM
-    kind = AutoModelForSeq2SeqLM if "d_kv" in CONFIGS[model] else kind
+    kind = AutoModelForImageTextToText if "vision_config" in FURTHER[model] else AutoModelForCausalLM
+    kind = AutoModelForSeq2SeqLM if "d_kv" in FURTHER[model] else kind
     kind = AutoModelForPreTraining if "bert" in model else kind
     kind = Qwen2AudioForConditionalGeneration if model == "qwen2_audio" else kind
     config = AutoConfig.for_model(**config_of(model))
     built = (kind(config) if model == "qwen2_audio" else kind.from_config(config)).float().eval()
     with torch.no_grad():
         for name, one in (*built.named_parameters(), *built.named_buffers()):
-            if one.is_floating_point() and "inv_freq" not in name and "embed_scale" not in name:
+            if one.is_floating_point() and not any(kept in name for kept in ("inv_freq", "embed_scale", "mup_vector")):
                 one.add_(0.1 * torch.randn(one.shape))
     return built
 

@@ -17,9 +17,11 @@ from ..core.placement import Division, Pipeline
 from ..core.specs import TensorSpec
 from ..formats.megatron.layers import decoder_layer
 from ..layouts.megatron import is_gated, number
+from ..layouts.mixers import widths_in
 from ..layouts.pipeline import ends_of, layout_of
 from ..layouts.ranks import world_size
 from ..layouts.rename.apply import heads_of
+from ..layouts.rename.pieces import Heads
 from ..layouts.rename.table import builtin
 from ..layouts.stages import expert_of
 from .training import Lost, restored
@@ -46,6 +48,15 @@ _CONFIG = {
     "intermediate_size": "ffn_hidden_size",
     "num_experts_per_tok": "moe_router_topk",
 }
+# part of a name -> the kind of its layer in a hybrid model; G: a gated delta net, which has an MLP beside it
+_KINDS = {
+    ".self_attention.in_proj.": "G",
+    ".mixer.in_proj.": "M",
+    ".self_attention.linear_qkv.": "*",
+    ".mlp.router.": "E",
+    ".mlp.linear_fc1.": "-",
+}
+_STRONGER = " -E*MG"  # of several in a layer the last of these counts
 # the same of latent attention
 _LATENT = {
     "q_lora_rank": "q_lora_rank",
@@ -74,7 +85,7 @@ def complete(
 ) -> None:
     """Add missing arguments that follow from names, shapes and Hugging Face's config."""
     gated = is_gated(args)
-    for name, value in (*_in_shapes(weights), *_in_config(meta), *_in_dtype(dtype)):
+    for name, value in (*_in_shapes(weights), *_in_config(weights, meta), *_in_dtype(dtype)):
         if getattr(args, name, None) is None and (name != "gated_linear_unit" or gated is None):
             setattr(args, name, value)
     args.untie_embeddings_and_output_weights = not tied
@@ -145,6 +156,7 @@ def _in_shapes(weights: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Any]]:
     first, second = (_ending(weights, f".mlp.linear_fc{n}.weight") for n in (1, 2))
     if second is not None:
         yield "ffn_hidden_size", second.shape[1]
+    yield from _in_mixers(weights, max(layers, default=-1) + 1)
     experts = {name: spec for name, spec in weights.items() if ".experts." in name}
     if experts:
         yield from _in_experts(weights, experts, max(layers, default=0) + 1)
@@ -161,6 +173,23 @@ def _in_shapes(weights: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Any]]:
         yield "position_embedding_type", "learned_absolute"
     fused = any(".linear_qkv.layer_norm_" in name for name in weights)
     yield "transformer_impl", "transformer_engine" if fused else "local"
+
+
+def _in_mixers(weights: Mapping[str, TensorSpec], layers: int) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments of models with layers that mix tokens without softmax (ssm/mamba_hybrid_layer_allocation.py
+    `Symbols`; transformer_config.py `linear_attention_freq`)."""
+    kinds = [" "] * layers
+    for name in weights:
+        layer = decoder_layer(name)
+        if layer is not None:
+            found = next((kind for part, kind in _KINDS.items() if part in name), " ")
+            kinds[layer] = max(kinds[layer], found, key=_STRONGER.index)
+    if "M" in kinds and " " not in kinds:
+        yield "is_hybrid_model", True
+        yield "hybrid_override_pattern", "".join(kinds)
+    if "G" in kinds:
+        yield "experimental_attention_variant", "gated_delta_net"
+        yield "linear_attention_freq", [int(kind == "G") for kind in kinds]
 
 
 def _in_experts(
@@ -183,13 +212,21 @@ def _in_experts(
     yield "moe_layer_freq", 1 if len(there) == layers else [int(n in there) for n in range(layers)]
 
 
-def _in_config(meta: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _is_gated_attention(weights: Mapping[str, TensorSpec], heads: Heads) -> bool:
+    """Return whether each head of q has a gate: fused q, k and v then have as many rows more."""
+    fused = _ending(weights, ".self_attention.linear_qkv.weight")
+    return fused is not None and fused.shape[0] == 2 * (heads.queries + heads.groups) * heads.dim
+
+
+def _in_config(weights: Mapping[str, TensorSpec], meta: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     heads = heads_of(meta)
     if heads is not None:
         yield "num_attention_heads", heads.queries
         yield "kv_channels", heads.dim
         yield "group_query_attention", heads.groups != heads.queries
         yield "num_query_groups", heads.groups
+        yield "attention_output_gate", _is_gated_attention(weights, heads)
+    yield from widths_in(meta).items()
     config = meta.get("config")
     model = builtin(str(config.get("model_type"))) if isinstance(config, dict) else None
     if model is not None:  # what the model does with values that are stored alike

@@ -67,7 +67,7 @@ class Keys:
             self._experts[expert.layer] = max(self._experts.get(expert.layer, 0), expert.number + 1)
         differ = any(_differ(getattr(args, key, None)) for key in ("moe_layer_freq", "linear_attention_freq"))
         differ = differ or bool(getattr(args, "heterogeneous_layers_config_path", None))
-        self.hybrid = any(".mixer." in name for name in weights)  # a MambaModel
+        self.hybrid = any("mixer." in name for name in weights)  # a MambaModel, or Falcon-H1
         self._stacked = not differ and not self.hybrid
         # layers of megatron-core's own modules, whose norms have the keys of fused ones (not in multi-latent attention)
         qkv = {name.partition(".self_attention.linear_qkv.weight")[0] for name in weights}

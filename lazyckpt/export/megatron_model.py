@@ -167,6 +167,16 @@ def _check(tensors: Mapping[str, LazyArray], division: Division) -> None:
     strange = [name for name in tensors if pattern("megatron.model").search(name) is None]
     if not tensors:
         raise DataError("there is no tensor in this view")
+    if any(name.startswith("encoder.layers.") for name in strange):
+        raise DataError(
+            f"{some(strange)} are names of megatron-core's T5Model or BertModel, and to_megatron writes GPTModel and "
+            "MambaModel only. Take view.to_safetensors, or write what view.shard gives for each rank"
+        )
+    if any(name.startswith("language_model.decoder.layers.") for name in strange):
+        raise DataError(
+            f"{some(strange)} are names of a model with towers, and to_megatron writes megatron-core's GPTModel and "
+            "MambaModel only. Take view.prefix('language_model').to_megatron for the language model alone"
+        )
     if len(strange) == len(tensors):
         raise DataError(
             f"{some(strange)} are no names of megatron-core's models: take view.rename('megatron') first, or a table "
@@ -174,12 +184,13 @@ def _check(tensors: Mapping[str, LazyArray], division: Division) -> None:
         )
     if strange:
         raise DataError(
-            f"megatron-core's models have no {some(strange)}, so their loader would refuse the checkpoint. Leave it "
-            "out: view.select(lambda name: name not in [...]), or give it one of their names with view.rename({...})"
+            f"megatron-core's GPTModel and MambaModel have no {some(strange)}, so their loader would refuse the "
+            "checkpoint. Leave it out: view.select(lambda name: name not in [...]), or give it one of their names with "
+            "view.rename({...})"
         )
     if (pipeline.further or 0) > 0 and not any(name.startswith("mtp.") for name in tensors):
         raise MeshError("the layout has a stage m, but this model has no layers that predict further tokens (mtp.)")
-    if pipeline.chunks > 1 and any(".mixer." in name for name in tensors):
+    if pipeline.chunks > 1 and any("mixer." in name for name in tensors):
         raise MeshError("megatron-core's models with Mamba layers have one chunk on each stage: leave out vpp=")
     if mesh.ep > 1 and not any(map(is_expert, tensors)):
         raise MeshError(f"ep={mesh.ep}: this model has no experts")

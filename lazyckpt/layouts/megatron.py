@@ -5,6 +5,7 @@ Source: Megatron-LM megatron/training/arguments.py. The names are those of its c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -210,8 +211,10 @@ PARTS = (
 )
 
 
-def mixer_rule(name: str, args: Any) -> tuple[Rule, str] | None:
-    """Return the rule for a parameter of such a layer, and the evidence for it; None for other parameters."""
+def mixer_rule(name: str, args: Any, source: str = "args") -> tuple[Rule, str] | None:
+    """Return the rule for a parameter of such a layer, and the evidence for it; None for other parameters.
+
+    ``source`` says where the arguments are from."""
     if pattern("megatron.mixer_by_head").search(name):
         return concatenated(0), "its name: one entry for each head, or each group of heads"
     row = pattern("megatron.mixer_row").search(name)
@@ -220,8 +223,11 @@ def mixer_rule(name: str, args: Any) -> tuple[Rule, str] | None:
     match = pattern("megatron.mixer").search(name)
     if match is None:
         return None
-    sizes = _mamba(args) if match[2] == "mixer" else _delta_net(args)
-    return _fused(sizes, match[3] == "conv1d"), "args.mamba_*" if match[2] == "mixer" else "args.linear_*"
+    sizes = _mamba(args) if _is_mamba(match) else _delta_net(args)
+    kind = "mamba" if _is_mamba(match) else "linear"
+    return _fused(
+        sizes, match[3] == "conv1d", _counts(args, kind)
+    ), f"{source}.{kind}_*" if source == "args" else source
 
 
 def fused_parts(name: str, args: Any) -> list[tuple[str, int]] | None:
@@ -230,7 +236,7 @@ def fused_parts(name: str, args: Any) -> list[tuple[str, int]] | None:
     match = pattern("megatron.mixer").search(name)
     if match is None:
         return None
-    mamba = match[2] == "mixer"
+    mamba = _is_mamba(match)
     sizes = _mamba(args) if mamba else _delta_net(args)
     if sizes is None:
         raise ValueError(f"the arguments do not tell how wide the fused parts of {name!r} are")
@@ -259,10 +265,24 @@ def _delta_net(args: Any) -> list[int] | None:
     return [key * keys_, key * keys_, value * values, value * values, values, values]
 
 
-def _fused(sizes: list[int] | None, convolution: bool) -> Rule:
+def _is_mamba(match: re.Match[str]) -> bool:
+    return match[2].endswith("mixer")
+
+
+def _counts(args: Any, kind: str) -> dict[str, int]:
+    """Return what the ranks share out as a whole: heads, and groups of heads with the same B and C, or q and k."""
+    names = ("mamba_num_heads", "mamba_num_groups", "linear_num_value_heads", "linear_num_key_heads")
+    return {name: count for name in names if name.startswith(kind) and (count := number(args, name)) is not None}
+
+
+def _fused(sizes: list[int] | None, convolution: bool, counts: Mapping[str, int]) -> Rule:
     def rule(shapes: Sequence[Shape]) -> Merge:
         if sizes is None:
             raise ValueError("the arguments do not tell how wide its fused parts are")
+        # (ssm/mamba_mixer.py `MambaMixer.__init__`: "ngroups must be evenly divisible by tp_size")
+        uneven = [f"{name} = {count}" for name, count in counts.items() if count % len(shapes)]
+        if uneven:
+            raise ValueError(f"{len(shapes)} ranks cannot share out {', '.join(uneven)} evenly")
         wanted = sizes if not convolution else sizes[1:4] if len(sizes) == 5 else sizes[:3]
         return in_parts(0, wanted)(shapes)
 

@@ -8,6 +8,7 @@ the first matrix of an MLP is a fused gate and up). Nothing is cut on a guess.
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ from .autotp import described_rules
 from .cut import as_merged
 from .families import family_rules
 from .llama import llama_rules
-from .megatron import is_gated, megatron_rules, second_matrix, stack_of
+from .megatron import is_gated, megatron_rules, mixer_rule, second_matrix, stack_of
 from .merge import Rule, Source, concatenated, in_parts, replicated, user_rules
+from .mixers import widths_in
 from .rename.apply import heads_of
 from .rename.pieces import Heads
 from .stages import is_stack
@@ -50,6 +52,9 @@ def sources_of(index: Index, specs: Mapping[str, TensorSpec], rules: Mapping[str
     if is_megatron(index, specs):
         own.append(Source(lambda name: _stack(name, shapes, is_gated(args))))
         own.append(Source(lambda name: _down(name, getattr(args, "transformer_impl", None))))
+        widths = widths_in(index.meta)
+        if widths and not any(hasattr(args, name) for name in widths):
+            own.append(Source(lambda name: mixer_rule(name, Namespace(**widths), "config.json")))
         own += [Source(_without_down(source)) for source in megatron_rules(args, {}, {})]
     else:
         own.append(family_rules())

@@ -15,6 +15,7 @@ import torch
 
 # what models have beside parameters, and the bias of the tied head of megatron-core's T5, which T5 does not have
 _BUFFERS = ("_extra_state", "local_tokens_per_expert", "lm_head.output_layer.bias")
+_UNUSED = "cls.predictions.bias"  # of BERT, if its head is not tied
 _FALCON = {"gelu": True, "add_bias_linear": False}
 _GEMMA = {"norm": "LessOneRMS", "tanh": True, "scaled": True}
 _DELTA = {"norm": "LessOneRMS", "qk_norm": True, "delta": True, "moe_shared_expert_gate": True}
@@ -55,9 +56,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "exaone_moe": {"experts": True, "qk_norm": True, "sigmoid": True},
     "mamba2": {"mamba": True},
     "nemotron_h": {"mamba": True, "experts": True, "sigmoid": True, "squared": True},
+    "falcon_h1 late": {"layer": "BesideMamba", "no_first_norm": True},
     "t5": {"t5": True},
     "mt5": {"t5": True},
     "bert": {"bert": True, "layer": "PostNorm"},
+    "bert untied": {"bert": True, "layer": "PostNorm"},
     "megatron-bert": {"bert": True},
 }
 
@@ -73,23 +76,34 @@ def main(names: list[str]) -> None:
         print(json.dumps({name: difference(name, Path(folder) / name) for name in names}))
 
 
-def difference(name: str, folder: Path) -> float:
+def difference(name: str, folder: Path, tp: int = 1) -> float:
+    """``tp``: of ranks that each load the shards that `CheckpointView.shard` gives them."""
     import lazyckpt
 
-    from ..tiny_models import CONFIGS, build
+    from ..tiny_models import FURTHER, build
 
+    sizes = FURTHER[name]
     theirs = build(name)
     if MODELS[name].get("ernie"):  # (megatron-core adds a bias to sigmoids only, transformers to the softmax)
         for key, buffer in theirs.state_dict().items():
             if "moe_statics" in key:
                 buffer.zero_()
-    theirs.save_pretrained(folder)
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        theirs.save_pretrained(folder)
+    torch.distributed.barrier()
     view = lazyckpt.open(folder).rename("megatron")
-    lost = [line for line in view.problems if line.code == "not-renamed"]
+    lost = [line for line in view.problems if line.code == "not-renamed" and line.path != _UNUSED]
     assert not lost, lost
+    if tp > 1:
+        view = view.shard(tp=tp, rank=rank)
     tied = not {"output_layer.weight", "lm_head.output_layer.weight"} & set(view.specs)
-    ours = _megatron(name, CONFIGS[name], theirs.config, tied)
-    state = {_local(key): view[key][...] for key in view.specs}
+    ours = _megatron(name, sizes, theirs.config, tied)
+    state = {_local(key): view[key][...] for key in view.specs if not key.endswith(_UNUSED)}
+    if (
+        "decoder.final_layernorm.weight" in ours.state_dict()
+    ):  # (that of a GPTModel; Falcon-H1's stack has another name)
+        state = {key.replace("decoder.final_norm.", "decoder.final_layernorm."): one for key, one in state.items()}
     missing, unexpected = ours.load_state_dict(state, strict=False)
     missing = [key for key in missing if not key.endswith(_BUFFERS)]
     if MODELS[name].get("t5"):  # (the head has two names)
@@ -98,6 +112,10 @@ def difference(name: str, folder: Path) -> float:
     tokens = torch.randint(3, 32, (2, 8), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted, got = _logits(MODELS[name], theirs, ours, tokens)
+        if tp > 1:  # (each rank has some of the vocabulary)
+            parts = [torch.empty_like(got) for _ in range(tp)]
+            torch.distributed.all_gather(parts, got.contiguous())
+            got = torch.cat(parts, -1)
     return float((got - wanted).abs().max() / wanted.abs().max())
 
 
@@ -134,7 +152,7 @@ def _megatron(name: str, sizes: dict[str, Any], config: Any, tied: bool) -> Any:
     if about.get("t5"):
         return _t5(made, sizes, tied)
     if about.get("bert"):
-        return _bert(made, about)
+        return _bert(made, about, tied)
     if about.get("mamba"):
         from . import megatron_mamba
 
@@ -177,6 +195,8 @@ def _special(spec: Any, about: dict[str, Any]) -> Any:
         inner = layer.submodules
         if about.get("one_norm"):
             inner.pre_mlp_layernorm = IdentityOp
+        if about.get("no_first_norm"):
+            inner.input_layernorm = IdentityOp
         if about.get("no_norms"):
             inner.input_layernorm = inner.pre_mlp_layernorm = IdentityOp
         if about.get("delta") and n == 0:
@@ -212,7 +232,7 @@ def _t5(made: Any, sizes: dict[str, Any], tied: bool) -> Any:
     ).eval()
 
 
-def _bert(made: Any, about: dict[str, Any]) -> Any:
+def _bert(made: Any, about: dict[str, Any], tied: bool) -> Any:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
     from megatron.core.transformer.identity_op import IdentityOp
@@ -224,7 +244,7 @@ def _bert(made: Any, about: dict[str, Any]) -> Any:
         spec = parts.replaced(spec, {})
         spec.module = parts.PostNorm
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = IdentityOp
-    model = BertModel(made, 2, spec, 32, 32, share_embeddings_and_output_weights=True).eval()
+    model = BertModel(made, 2, spec, 32, 32, share_embeddings_and_output_weights=tied).eval()
     if "layer" in about:
         first = torch.nn.LayerNorm(16, eps=made.layernorm_epsilon)
         model.encoder.final_layernorm = None
@@ -275,6 +295,9 @@ def config_of(sizes: dict[str, Any], config: Any, about: dict[str, Any]) -> Any:
         "gradient_accumulation_fusion": False,
         "apply_rope_fusion": False,
     }
+    if "mamba_d_state" in sizes:
+        names = {"state_dim": "d_state", "head_dim": "d_head", "num_heads": "n_heads", "num_groups": "n_groups"}
+        values |= {f"mamba_{one}": sizes[f"mamba_{name}"] for one, name in names.items()}
     if about.get("mamba"):
         names = {"state_dim": "state_size", "head_dim": "head_dim", "num_heads": "num_heads", "num_groups": "n_groups"}
         hybrid = {"state_dim": "ssm_state_size", "head_dim": "mamba_head_dim", "num_heads": "mamba_num_heads"}

@@ -137,6 +137,30 @@ class Sandwich(Layer):
         return x + self.post_mlp_layernorm(self.fed(self.pre_mlp_layernorm(x))), None
 
 
+class BesideMamba(Layer):
+    """Mamba 2 and attention side by side, from one norm (Falcon-H1)."""
+
+    def __init__(self, config: Any, *args: Any, **more: Any) -> None:
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+        from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+        super().__init__(config, *args, **more)
+        self._modules["norm"] = self.norm()
+        self.mamba_mixer = MambaMixer(
+            config,
+            MambaMixerSubmodules(ColumnParallelLinear, RowParallelLinear),
+            config.hidden_size,
+            layer_number=self.layer_number,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **more: Any) -> Any:
+        x = self._modules["norm"](hidden_states)
+        x = hidden_states + self.mamba_mixer(x)[0] + self.attended(x, attention_mask, more)
+        return x + self.fed(self.pre_mlp_layernorm(x)), None
+
+
 class Biased(DotProductAttention):
     """Attention with relative positions, which only Transformer Engine's has."""
 

@@ -163,6 +163,23 @@ def _pairs(cursor: _Cursor) -> None:
     cursor.get("k2")
     cursor.sizes("start_of")
     cursor.exactly(b"ub")
+    _place(cursor)
+
+
+def _objects(cursor: _Cursor) -> None:
+    """As `_pairs`, of an object, whose index has no offset (torch/distributed/checkpoint/metadata.py
+    `MetadataIndex.__init__`)."""
+    cursor.get("made")
+    cursor.exactly(_MADE)
+    cursor.get("k0")
+    cursor.text("key")
+    cursor.get("k1")
+    cursor.hint()
+    cursor.exactly(b"ub")
+    _place(cursor)
+
+
+def _place(cursor: _Cursor) -> None:
     cursor.get("made2")
     cursor.exactly(_MADE)
     cursor.get("k3")
@@ -277,15 +294,12 @@ class Run:
 
 
 class Skipping(dict[int, Any]):
-    """A memo that counts the entries of the records that the machine stepped over, and finds their texts and sizes."""
+    """A memo that finds the texts and sizes of the records that the machine stepped over. Its length is that of the
+    entries that the machine itself has made."""
 
     def __init__(self, find: Callable[[int], Any]) -> None:
         super().__init__()
-        self.skipped = 0
         self._find = find
-
-    def __len__(self) -> int:
-        return dict.__len__(self) + self.skipped
 
     def __missing__(self, n: int) -> Any:
         return self._find(n)
@@ -296,46 +310,50 @@ class Columns:
 
     def __init__(self, data: bytes, chunk: Any, key: Any, item: Any) -> None:
         self._data = data
-        found: tuple[list[Any], list[Any]] = ([], [])
+        found: tuple[list[Any], ...] = ([], [], [])
         for low in range(0, len(data) if len(data) < _LARGEST else 0, _BLOCK):
             _search(data, low, found)
         self.chunks = Table(found[0], ("made", "k0", "k1"), (("", 2), ("offset", 3), ("size", 3)))
-        same = ("made", "k0", "k1", "k2", "made2", "k3", "k4", "k5")
+        same: tuple[str, ...] = ("made", "k0", "k1", "k2", "made2", "k3", "k4", "k5")
         parts = (("", 2), ("key", 1), ("start_of", 3), ("", 2), ("path", 1))
         self.pairs = Table(found[1], same, parts)
+        same = ("made", "k0", "k1", "made2", "k3", "k4", "k5")
+        self.objects = Table(found[2], same, (("", 2), ("key", 1), ("", 2), ("path", 1)))
+        self.tables = (self.chunks, self.pairs, self.objects)
         self._expected = {
             id(self.chunks): (chunk, "offsets", "sizes"),
             id(self.pairs): (key, "fqn", "index", "offset", item, "relative_path", "offset", "length"),
+            id(self.objects): (key, "fqn", "index", item, "relative_path", "offset", "length"),
         }
         self._used: list[tuple[int, Run]] = []  # (first memo entry, run), in the order of the entries
         self.memo = Skipping(self._found)
+        self.skipped = 0  # entries of the records that the machine stepped over
+        self.starts = {at: (table, *bounds) for table in self.tables for at, bounds in table.runs.items()}
 
     def at(self, i: int, frame: int) -> tuple[list[Any], int, int] | None:
         """Return what the run of records at byte ``i`` puts on the stack, its end, and the number of its objects.
 
         None if no run begins there. Raises Changes if a record refers to what comes after it."""
-        for table in (self.chunks, self.pairs):
-            bounds = table.runs.get(i)
-            if bounds is None:
-                continue
-            first, stop = bounds
-            if frame:
-                stop = first + int(np.searchsorted(table["end"][first:stop], frame, "right"))
-            if stop == first or not self._refers(table, first):
-                return None
-            run = Run(table, first, stop)
-            base = len(self.memo)
-            ends = base + table.counts[run.rows].cumsum(dtype=np.int64)
-            table.memo[first] = base
-            table.memo[first + 1 : stop] = ends[:-1]
-            # (most runs refer only to what was there before them)
-            if table.latest[run.rows].max() >= base and (table.latest[run.rows] >= table.memo[run.rows]).any():
-                raise Changes
-            self._used.append((base, run))
-            total = int(ends[-1]) - base
-            self.memo.skipped += total
-            return [run] if table is self.chunks else [run, run], int(table["end"][stop - 1]), 7 * len(run) + total // 2
-        return None
+        found = self.starts.get(i)
+        if found is None:
+            return None
+        table, first, stop = found
+        if frame:
+            stop = first + int(np.searchsorted(table["end"][first:stop], frame, "right"))
+        if stop == first or not self._refers(table, first):
+            return None
+        run = Run(table, first, stop)
+        base = len(self.memo) + self.skipped
+        ends = base + table.counts[run.rows].cumsum(dtype=np.int64)
+        table.memo[first] = base
+        table.memo[first + 1 : stop] = ends[:-1]
+        # (most runs refer only to what was there before them)
+        if table.latest[run.rows].max() >= base and (table.latest[run.rows] >= table.memo[run.rows]).any():
+            raise Changes
+        self._used.append((base, run))
+        total = int(ends[-1]) - base
+        self.skipped += total
+        return [run] if table is self.chunks else [run, run], int(table["end"][stop - 1]), 7 * len(run) + total // 2
 
     def _refers(self, table: Table, first: int) -> bool:
         """Return whether a run refers to the expected classes and names of attributes."""
@@ -372,7 +390,7 @@ class Columns:
     def close(self) -> None:
         """Free the memory of the records; the memo refers to this object, and the object to the memo."""
         self.memo.clear()
-        del self.memo, self.chunks, self.pairs, self._used
+        del self.memo, self.chunks, self.pairs, self.objects, self.tables, self.starts, self._used
 
     # -- the result
 
@@ -383,13 +401,13 @@ class Columns:
             raise Changes
         if not runs:
             return
-        real = np.fromiter(self.memo, np.int64, dict.__len__(self.memo))
+        real = np.fromiter(self.memo, np.int64, len(self.memo))
         first = np.array([base for base, _ in self._used], np.int64)
         ends = [run.table.memo[run.stop - 1] + run.table.counts[run.stop - 1] for _, run in self._used]
         at = np.searchsorted(first, real, "right") - 1
         if ((at >= 0) & (real < np.array(ends, np.int64)[at])).any():
             raise Changes
-        for table in (self.chunks, self.pairs):
+        for table in self.tables:
             for name in table.sizes:
                 self._look_up(table, name)
 
@@ -399,7 +417,7 @@ class Columns:
         named = np.flatnonzero((refs >= 0) & (table.memo >= 0))
         wanted, where = np.unique(refs[named], return_inverse=True)
         values, dims = np.zeros((len(wanted), DIMS), np.int64), np.full(len(wanted), -1, np.int64)
-        for other in (self.chunks, self.pairs):
+        for other in self.tables:
             used = np.flatnonzero(other.memo >= 0)
             if not len(used):
                 continue
@@ -416,14 +434,14 @@ class Columns:
             values[n, : len(value)], dims[n] = value, len(value)
         table[name][named], table[f"{name}_dims"][named] = values[where], dims[where]
 
-    def texts(self, name: str, numbers: Texts) -> Ints:
-        """Return the number of each used item's text. New texts are added to ``numbers``."""
-        used = self.pairs.memo >= 0
-        refs = self.pairs[name][used]
+    def texts(self, table: Table, name: str, numbers: Texts) -> Ints:
+        """Return the number of each used record's text. New texts are added to ``numbers``."""
+        used = table.memo >= 0
+        refs = table[name][used]
         found = np.zeros(len(refs), np.int64)
         inline = refs < 0
-        begin = self.pairs[f"{name}_at"][used][inline].astype(np.int64)
-        ends = begin + self.pairs[f"{name}_length"][used][inline]
+        begin = table[f"{name}_at"][used][inline].astype(np.int64)
+        ends = begin + table[f"{name}_length"][used][inline]
         data = self._data
         found[inline] = [numbers[data[a:b]] for a, b in zip(begin.tolist(), ends.tolist(), strict=True)]
         unique, inverse = np.unique(refs[~inline], return_inverse=True)
@@ -431,7 +449,7 @@ class Columns:
         return found
 
 
-def _search(data: bytes, low: int, found: tuple[list[Any], list[Any]]) -> None:
+def _search(data: bytes, low: int, found: tuple[list[Any], ...]) -> None:
     """Append the columns of the records that begin in a block."""
     raw = np.frombuffer(data, np.uint8, min(_BLOCK + _PAD, len(data) - low), low)
     count = min(_BLOCK, len(raw))
@@ -441,7 +459,7 @@ def _search(data: bytes, low: int, found: tuple[list[Any], list[Any]]) -> None:
     at = at[at > 6]  # a record that begins before the block is left to the machine
     at = at[(raw[at - 1] == 0x29) & (raw[at + 1] == 0x94) & (raw[at + 2] == 0x7D)]
     starts = at - np.where(raw[at - 6] == 0x6A, 6, 3)
-    for parse, blocks in zip((_chunks, _pairs), found, strict=True):
+    for parse, blocks in zip((_chunks, _pairs, _objects), found, strict=True):
         cursor = _Cursor(raw, starts, len(data))
         parse(cursor)
         columns = {**cursor.columns, "end": cursor.at}

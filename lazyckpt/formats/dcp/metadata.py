@@ -51,6 +51,9 @@ class Tensor:
     repeated: int = 0
 
 
+FEW = 16  # chunks of a tensor, up to which lists are faster than numpy
+
+
 class Chunks(Sequence[tuple[Shape, Shape]]):
     """The offsets and shapes of chunks as arrays [chunks, dimensions]. No chunk is empty, no offset is there twice."""
 
@@ -66,6 +69,17 @@ class Chunks(Sequence[tuple[Shape, Shape]]):
         if isinstance(n, slice):
             return Chunks(self.starts[n], self.sizes[n])
         return tuple(self.starts[n].tolist()), tuple(self.sizes[n].tolist())
+
+    def follow(self, shape: Shape) -> bool:
+        """Return whether the few chunks are rows of the tensor, one behind the other from the first to the last."""
+        if len(self.starts) > FEW or not shape:
+            return False
+        at, (_, *rest), (_, *zeros) = 0, shape, [0] * len(shape)
+        for (start, *others), (count, *sizes) in zip(self.starts.tolist(), self.sizes.tolist(), strict=True):
+            if start != at or sizes != rest or others != zeros:
+                return False
+            at += count
+        return bool(at == shape[0])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Chunks):
@@ -98,6 +112,13 @@ class Items(Mapping[tuple[str, Shape | None], Item]):
     def row(self, n: int) -> Item:
         """Return the item of a row."""
         return Item(self.names[int(self.paths[n])], int(self.offsets[n]), int(self.lengths[n]))
+
+    def places_differ(self) -> bool:
+        """Return whether all items begin at bytes of their own."""
+        others = {(item.path, item.offset) for (_, start), item in self.others.items() if start is not None}
+        rows = np.lexsort((self.offsets, self.paths))
+        paths, offsets = self.paths[rows], self.offsets[rows]
+        return not others and not ((paths[1:] == paths[:-1]) & (offsets[1:] == offsets[:-1])).any()
 
     def __getitem__(self, index: tuple[str, Shape | None]) -> Item:
         key, start = index
@@ -310,8 +331,8 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int, columns: Columns 
     items: dict[tuple[str, Shape | None], Item] = {}
     of_items = False
     for index, item in storage.items():
-        if type(index) is Run and index is item and columns is not None and index.table is columns.pairs:
-            of_items = True
+        if type(index) is Run and index is item and columns is not None and index.table is not columns.chunks:
+            of_items = of_items or index.table is columns.pairs
             continue
         if not isinstance(index, _Key) or not isinstance(item, _Item):
             raise CorruptError(f"an item is {short(index)}: {short(item)}")
@@ -323,6 +344,11 @@ def _checked(state: dict[str, Any], pickle: Pickle, size: int, columns: Columns 
         if place in items:
             found.repeated.add(key)
         items[place] = _bytes_of(key, item, normal)
+    if columns is not None:
+        objects = _of_objects(columns, normal)
+        if not objects.keys().isdisjoint(items):
+            raise Changes
+        items |= objects
     files = {item.path for item in items.values()}
     if columns is not None and of_items:
         table = _table(columns, items, normal)
@@ -401,9 +427,9 @@ def _chunks(columns: Columns, key: str, shape: Shape, listed: list[Any]) -> Chun
     for chunk in listed:
         if type(chunk) is Run:
             table, part = columns.chunks, chunk.rows
-            if chunk.table is not table or (table["offset_dims"][part] != dims).any():
+            if chunk.table is not table or not _all(table["offset_dims"][part], dims):
                 raise Changes
-            if (table["size_dims"][part] != dims).any():
+            if not _all(table["size_dims"][part], dims):
                 raise Changes
             starts.append(table["offset"][part, :dims])
             sizes.append(table["size"][part, :dims])
@@ -413,7 +439,13 @@ def _chunks(columns: Columns, key: str, shape: Shape, listed: list[Any]) -> Chun
                 raise Changes
             starts.append(np.array([start], np.int64))
             sizes.append(np.array([size], np.int64))
-    found = Chunks(np.concatenate(starts), np.concatenate(sizes))
+    found = Chunks(
+        starts[0] if len(starts) == 1 else np.concatenate(starts),
+        sizes[0] if len(sizes) == 1 else np.concatenate(sizes),
+    )
+    if len(found) <= FEW:
+        _check_few(found, shape)
+        return found
     whole = np.array(shape, np.int64)
     if not found.sizes.all() or (found.starts > whole).any() or (found.sizes > whole - found.starts).any():
         raise Changes
@@ -421,6 +453,22 @@ def _chunks(columns: Columns, key: str, shape: Shape, listed: list[Any]) -> Chun
     if _repeats(places):
         raise Changes
     return found
+
+
+def _all(values: Ints, wanted: int) -> bool:
+    """Return whether all values are the wanted one."""
+    return bool((values == wanted).all()) if len(values) > FEW else values.tolist() == [wanted] * len(values)
+
+
+def _check_few(found: Chunks, shape: Shape) -> None:
+    """Raise Changes if one of a few chunks is empty or outside of the tensor, or if two have one offset."""
+    starts = found.starts.tolist()
+    for start, sizes in zip(starts, found.sizes.tolist(), strict=True):
+        for at, count, whole in zip(start, sizes, shape, strict=True):
+            if not count or at > whole or count > whole - at:
+                raise Changes
+    if len(set(map(tuple, starts))) < len(starts):
+        raise Changes
 
 
 def _table(columns: Columns, others: dict[tuple[str, Shape | None], Item], normal: dict[str, str]) -> Items:
@@ -434,8 +482,8 @@ def _table(columns: Columns, others: dict[tuple[str, Shape | None], Item], norma
     ]
     count = len(single)
     moved = list(paths)
-    keys, files = columns.texts("key", numbers), columns.texts("path", texts)
     pairs, used = columns.pairs, columns.pairs.memo >= 0
+    keys, files = columns.texts(pairs, "key", numbers), columns.texts(pairs, "path", texts)
     starts, dims, offsets, lengths = (
         np.concatenate([np.array(own, np.int64).reshape(count, *pairs[name].shape[1:]), pairs[name][used]])
         for name, own in (
@@ -472,6 +520,25 @@ def _table(columns: Columns, others: dict[tuple[str, Shape | None], Item], norma
         rest, bounds, starts[order, : int(dims.max())], dims[order].astype(np.int8), files[order].astype(np.int32),
         offsets[order], lengths[order], names,
     )  # fmt: skip
+
+
+def _of_objects(columns: Columns, normal: dict[str, str]) -> dict[tuple[str, Shape | None], Item]:
+    """Return the items of runs that are objects. Raises Changes if a key is there twice, or a path leads outside."""
+    table, keys, paths = columns.objects, Texts(), Texts()
+    numbers = [columns.texts(table, "key", keys).tolist(), columns.texts(table, "path", paths).tolist()]
+    names, files = list(keys.numbers), list(paths.numbers)
+    for path in files:
+        if not inside(path):
+            raise Changes
+        normal.setdefault(path, posixpath.normpath(path))
+    used = table.memo >= 0
+    rows = zip(*numbers, table["offset"][used].tolist(), table["length"][used].tolist(), strict=True)
+    found: dict[tuple[str, Shape | None], Item] = {
+        (names[key], None): Item(normal[files[path]], offset, length) for key, path, offset, length in rows
+    }
+    if len(found) < used.sum():  # (of equal keys only the machine finds the last one)
+        raise Changes
+    return found
 
 
 def _repeats(values: Ints) -> bool:

@@ -32,7 +32,7 @@ from ..shared.announce import announce, announce_ranges, listing
 from ..shared.members import Member, together
 from .chunks import ChunkBytes, ShardFile, in_chunks, in_rows, overlapping, read_shard_file, uncovered
 from .columns import Ints
-from .metadata import Item, Items, Metadata, Tensor, read_metadata
+from .metadata import Chunks, Item, Items, Metadata, Tensor, read_metadata
 from .objects import Meta, Objects, Stored
 
 _WHOLE = ".metadata"
@@ -105,6 +105,8 @@ def _ties(metadata: Metadata) -> dict[str, str]:
 
     torch writes a tied tensor twice, but reads one that was written once."""
     found: dict[str, str] = {}
+    if isinstance(metadata.items, Items) and metadata.items.places_differ():
+        return found
     first: dict[Item, str] = {}
     for key in filter(metadata.tensors.__contains__, metadata.paths):
         tensor = metadata.tensors[key]
@@ -177,6 +179,8 @@ class _Building:
 
     def _count(self, key: str, tensor: Tensor) -> None:
         """Note elements that are in no chunk, and tensors with elements in several chunks."""
+        if isinstance(tensor.chunks, Chunks) and tensor.chunks.follow(tensor.shape):
+            return
         left = uncovered(tensor.shape, tensor.chunks)
         if left > 0:
             self._gaps[key] = left

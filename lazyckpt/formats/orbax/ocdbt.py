@@ -99,6 +99,9 @@ class Database:
         return bisect_left(self.keys, f"{folder}/"), bisect_left(self.keys, f"{folder}0")  # "0" follows "/"
 
 
+_FEW = 64  # values of an array, up to which a set is faster than numpy
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Values:
     """The values of the keys in one folder of a database, by the rest of their keys."""
@@ -143,8 +146,9 @@ class Values:
 
     def paths(self) -> set[str]:
         """Return the files that hold values."""
-        part = np.unique(self.database.numbers[self.first : self.last])
-        return {self.database.files[n] for n in part.tolist() if n >= 0}
+        part = self.database.numbers[self.first : self.last]
+        used = set(part.tolist()) if len(part) <= _FEW else np.unique(part).tolist()
+        return {self.database.files[n] for n in used if n >= 0}
 
 
 def read_database(store: Store, folder: str) -> Database:

@@ -140,6 +140,7 @@ class _Building:
 
         each(one, list(there))
         lost: dict[str, list[str]] = {}
+        known: dict[tuple[bytes, int], Array] = {}
         for folder, version, n in found:
             where = f"{self.store.root}/{posixpath.join(item.folder, folder)} (a value of {MANIFEST})"
             name = self._name(item, folder)
@@ -150,9 +151,13 @@ class _Building:
                 self.unreadable[name] = f"{self.store.root}/{value.path} lacks its document: truncated, or not copied"
                 lost.setdefault(self.unreadable[name], []).append(name)
                 continue
-            array = self._array(parsed(text, where), version, where, name)
+            array = known.get((text, version))  # (many arrays are alike)
             if array is None:
-                continue
+                array = self._array(parsed(text, where), version, where, name)
+                if array is None:
+                    continue
+                if not unknown_codecs(array.packing):
+                    known[text, version] = array
             held = Values.of(database, folder)
             grid = ValueFragments(
                 array, folder, item.tree.whole, values=held, files={p: self.files[p] for p in held.paths()},

@@ -153,7 +153,9 @@ def renamed_index(
     }
     aliases |= _ties(found, entries) if tied and not back else {}
     unreadable = {new: why for old, why in index.unreadable.items() for new in new_names(old, entries, back)}
-    problems = (*index.problems, *report.problems(), *(() if back else _unlike(index.meta, model)))
+    groups = _config(index.meta).get("n_groups")
+    unlike = _grouped_norm(groups, "n_groups", model) if back else _unlike(index.meta, model)
+    problems = (*index.problems, *report.problems(), *unlike)
     return replace(index, states=found, aliases=aliases, problems=problems, unreadable=unreadable, layout=None)
 
 
@@ -164,16 +166,40 @@ def all_heads_of(meta: Mapping[str, Any]) -> dict[str, Heads | None]:
     vision = _model(config).get("vision_config", (args or {}).get("vision_config"))
     return {
         "": heads_of(meta),
-        "delta": _delta_heads(_text(config) if args is None else args),
+        "delta": _delta_heads(text_config(meta) if args is None else args),
         "vision": _heads_in(vision, tower=True) if isinstance(vision, dict) else None,
+        **(_heads_of_layers(text_config(meta)) if args is None else {}),
     }
+
+
+def _heads_of_layers(config: Mapping[str, Any]) -> dict[str, Heads | None]:
+    """Return the heads of each layer, by its number, of models whose layers differ in them."""
+    blocks, pattern = config.get("block_configs"), config.get("hybrid_layer_pattern")
+    found: dict[str, Heads | None] = {}
+    if config.get("model_type") == "nemotron-nas" and isinstance(blocks, list):  # (configuration_decilm.py)
+        heads: Any = config.get("num_attention_heads")
+        for n, block in enumerate(blocks):
+            attention = block.get("attention") if isinstance(block, dict) else None
+            each: Any = attention.get("n_heads_in_group") if isinstance(attention, dict) else None
+            if _counts(heads, each):
+                found[str(n)] = _heads(heads, heads // each, config.get("head_dim"), config.get("hidden_size"))
+    if config.get("model_type") == "mimo_v2_flash" and isinstance(pattern, list):  # (configuration_mimo_v2_flash.py)
+        kinds = (_heads_of_kind(config, ""), _heads_of_kind(config, "swa_"))
+        found |= {"mtp": kinds[1], **{str(n): kinds[int(kind == 1)] for n, kind in enumerate(pattern)}}
+    return found
+
+
+def _heads_of_kind(config: Mapping[str, Any], prefix: str) -> Heads | None:
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
+    found: list[Any] = [config.get(f"{prefix}{name}") for name in names]
+    return Heads(*found) if _counts(*found) else None
 
 
 def heads_of(meta: Mapping[str, Any]) -> Heads | None:
     """Return the heads by Megatron's args or Hugging Face's config; None if neither has them."""
     args = getattr(meta.get("args"), "__dict__", None)
     if args is None:
-        return _heads_in(_text(_config(meta)))
+        return _heads_in(text_config(meta))
     heads = args.get("num_attention_heads")
     groups = args.get("num_query_groups") if args.get("group_query_attention") else heads
     return _heads(heads, groups, args.get("kv_channels"), args.get("hidden_size"))
@@ -190,9 +216,9 @@ def _model(config: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _text(config: dict[str, Any]) -> dict[str, Any]:
-    """Return what config.json says of the language model."""
-    config = _model(config)
+def text_config(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of the language model; empty if there is none."""
+    config = _model(_config(meta))
     found = next((config[name] for name in ("text_config", "llm_config") if name in config), config)
     return found if isinstance(found, dict) else {}
 
@@ -252,12 +278,19 @@ def _unlike(meta: Mapping[str, Any], model: Builtin | None) -> list[Problem]:
             f"args.rotary_interleaved: rotary embeddings turn {here} of each head of q and k, those of {name} {there}"
         )
     groups = number(args, "mamba_num_groups")
-    if groups is not None and groups > 1 and model is not None and model.model == "mamba2":
-        lines.append(
-            f"args.mamba_num_groups: the norm behind a mixer is over {groups} groups of columns, {name}'s over all of "
-            "them (modeling_mamba2.py MambaRMSNormGated); nemotron_h has groups, too"
-        )
-    return [Problem("unlike-values", line) for line in lines]
+    told = _grouped_norm(groups, "args.mamba_num_groups", model)
+    return [*(Problem("unlike-values", line) for line in lines), *told]
+
+
+def _grouped_norm(groups: Any, source: str, model: Builtin | None) -> list[Problem]:
+    """Return a problem if the norms behind Mamba's mixers have groups, which those of Hugging Face's Mamba 2 ignore."""
+    if type(groups) is not int or groups < 2 or model is None or model.model != "mamba2":
+        return []
+    line = (
+        f"{source} = {groups}: Megatron's norm behind a mixer is over {groups} groups of columns, that of Hugging "
+        "Face's mamba2 over all of them (modeling_mamba2.py MambaRMSNormGated); nemotron_h has groups, too"
+    )
+    return [Problem("unlike-values", line)]
 
 
 def _counts(*values: Any) -> bool:

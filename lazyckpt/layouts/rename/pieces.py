@@ -18,7 +18,8 @@ Rows = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Shape of attention: ``queries`` heads in ``groups`` groups that share k and v; each head has ``dim`` rows.
+    """Shape of attention: ``queries`` heads in ``groups`` groups that share k and v. Each head has ``dim`` rows, but
+    one of v has ``values``, if that is not 0.
 
     Of a gated delta net: ``queries`` heads of v with ``values`` rows each, in ``groups`` groups that share q and k.
     """
@@ -29,7 +30,8 @@ class Heads:
     values: int = 0
 
 
-# the heads of the language model (""), of its delta nets ("delta") and of a vision tower ("vision"), as far as known
+# the heads of the language model (""), of its delta nets ("delta"), of a vision tower ("vision"), and of the language
+# model's layers by number ("3") and of those that predict further tokens ("mtp") if they differ, as far as known
 AllHeads = Mapping[str, Heads | None]
 
 
@@ -52,10 +54,12 @@ def _rows(entry: Entry, count: int, all_heads: AllHeads) -> list[Rows]:
             raise Unfit("how many heads and groups there are is not known (args or config.json would say)")
         per = heads.queries // heads.groups
         wide = per * {"qkv": 1, "qgkv": 2, "kv": 0}[cut]  # the heads of q, and their gates, in a group
-        group = (wide + 2) * heads.dim
+        value = heads.values or heads.dim
+        group = (wide + 1) * heads.dim + value
         if heads.queries % heads.groups or count != heads.groups * group:
             what = {"qkv": "q, k and v", "qgkv": "q, its gates, k and v", "kv": "k and v"}[cut]
-            raise Unfit(f"{count} rows are not {what} of {heads.queries} heads of {heads.dim} in {heads.groups} groups")
+            size = f"{heads.dim} (v: {value})" if heads.values else heads.dim
+            raise Unfit(f"{count} rows are not {what} of {heads.queries} heads of {size} in {heads.groups} groups")
         starts = [g * group for g in range(heads.groups)]
         q, k = wide * heads.dim, (wide + 1) * heads.dim
         queries = [(s, s + q) for s in starts]

@@ -131,6 +131,11 @@ class _Renaming:
             self.cut(name, entry, match)
         return True
 
+    def _heads(self, match: re.Match[str]) -> AllHeads:
+        """Return the heads of the layer that a name is of, if layers differ in them."""
+        own = self.heads.get("mtp" if "mtp." in match.string else match.groupdict().get("l", ""))
+        return self.heads if own is None else {**self.heads, "": own}
+
     def _given(self, entry: Entry, match: re.Match[str]) -> bool:
         """Return whether the left tensor is there that has to be there for an entry."""
         return not entry.given or entry.given.format(**match.groupdict()) in self.specs
@@ -176,7 +181,7 @@ class _Renaming:
         try:
             if entry.cut == "halves" and _is_ungated(name, self.specs, self.gated):
                 raise Unfit("this model's MLP has no gate: there are no two halves in it")
-            made = [self._value(one, entry, 1.0) for one in cut_apart(spec, targets, entry, self.heads)]
+            made = [self._value(one, entry, 1.0) for one in cut_apart(spec, targets, entry, self._heads(match))]
             self._check_free(targets)
         except Unfit as e:
             self._unfit(name, e)
@@ -204,7 +209,9 @@ class _Renaming:
         possible = [
             (e, m, target)
             for e, m in about
-            if not e.stack and (target := e.left.format(**m.groupdict())) not in self.found
+            if not e.stack
+            and (target := e.left.format(**m.groupdict())) not in self.found
+            and not self._is_second(e, m, entries)
         ]
         if not possible:
             return False
@@ -214,7 +221,8 @@ class _Renaming:
         try:
             if missing:
                 raise Unfit(f"{', '.join(entry.right)} have to be there together")
-            spec = self._value(join([self.specs[n] for n in names], target, entry, self.heads), entry, -1.0)
+            joined = join([self.specs[n] for n in names], target, entry, self._heads(match))
+            spec = self._value(joined, entry, -1.0)
         except Unfit as e:
             self._unfit(name, e)
             return True
@@ -223,6 +231,17 @@ class _Renaming:
         if len(names) == 1:
             self.report.one[name] = target
         return True
+
+    def _is_second(self, entry: Entry, match: re.Match[str], entries: Sequence[Entry]) -> bool:
+        """Return whether tensors of an earlier naming of the same left name are there, too, which then count."""
+        for other in entries:
+            if other is entry:
+                return False
+            if other.left == entry.left and not other.stack and other.right:
+                names = [one.format(**match.groupdict()) for one in (*other.right, other.beside) if one]
+                if all(name in self.specs for name in names):
+                    return True
+        return False
 
     def _as_it_lies(self, name: str, about: list[tuple[Entry, re.Match[str]]]) -> tuple[Entry, re.Match[str]]:
         """Return the entry whose matrices lie as those in a stack, where the table has entries for both ways."""

@@ -13,7 +13,7 @@ would have done.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol
 
 from ....errors import CorruptError, some
@@ -47,6 +47,14 @@ class Runs(Protocol):
 
     @property
     def memo(self) -> dict[int, Any]: ...
+
+    @property
+    def starts(self) -> Container[int]:
+        """The bytes at which runs may begin."""
+
+    @property
+    def skipped(self) -> int:
+        """The number of memo entries that are not in `memo` itself, because no record had to be interpreted."""
 
     def at(self, i: int, frame: int) -> tuple[list[Any], int, int] | None:
         """Return the values that the run at byte ``i`` puts on the stack, its end, and the number of its objects; None
@@ -142,6 +150,8 @@ class _Machine:
         runs = self._runs
         if memo is None:
             memo = {} if runs is None else runs.memo
+        starts: Container[int] = () if runs is None else runs.starts
+        skipped = 0  # memo entries of runs
         stack = [] if stack is None else stack
         named = named if named is not None else {} if known is None else known.named
         marks: list[list[Any]] = []
@@ -185,7 +195,7 @@ class _Machine:
                     push(memo[data[i]])
                     i += 1
                 elif op == 0x94:  # MEMOIZE
-                    memo[len(memo)] = stack[-1]
+                    memo[len(memo) + skipped] = stack[-1]
                 elif op == 0x4B:  # BININT1
                     push(data[i])
                     i += 1
@@ -217,9 +227,9 @@ class _Machine:
                         noted += len(notes[2])
                         notes[2] = []
                         shared = 3 if noted < NOTED else 2
-                    if runs is not None and (run := runs.at(i, frame)) is not None:
+                    while i in starts and runs is not None and (run := runs.at(i, frame)) is not None:
                         stack += run[0]
-                        i, made = run[1], made + run[2]
+                        i, made, skipped = run[1], made + run[2], runs.skipped
                 elif op >= 0x80:
                     if op == 0x8C:  # SHORT_BINUNICODE
                         n = data[i]
@@ -234,13 +244,13 @@ class _Machine:
                         else:
                             stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
                         if i + 5 < fence and data[i] == 0x94:  # MEMOIZE, at once
-                            value = memo[len(memo)] = stack[-1]
+                            value = memo[len(memo) + skipped] = stack[-1]
                             i += 1
                             if data.startswith(_CALL, i) and len(stack) > 1:  # the only argument of a call
-                                args = memo[len(memo)] = (stack.pop(),)
+                                args = memo[len(memo) + skipped] = (stack.pop(),)
                                 made += 1
                                 i += 4
-                                stack[-1] = memo[len(memo)] = self._made(stack[-1], args)
+                                stack[-1] = memo[len(memo) + skipped] = self._made(stack[-1], args)
                     elif op == 0x81:  # NEWOBJ
                         made += 1
                         args = stack.pop()
@@ -275,9 +285,9 @@ class _Machine:
                             raise CorruptError("a frame is longer than the pickle: truncated?")
                         fence = min(fence, frame)
                         self.framed = True
-                        if runs is not None and (run := runs.at(i, frame)) is not None:
+                        while i in starts and runs is not None and (run := runs.at(i, frame)) is not None:
                             stack += run[0]
-                            i, made = run[1], made + run[2]
+                            i, made, skipped = run[1], made + run[2], runs.skipped
                     elif op == 0x92:  # NEWOBJ_EX
                         made += 1
                         kwargs = stack.pop()
@@ -329,11 +339,11 @@ class _Machine:
                     if i + 4 < fence and stack and data.startswith(_NEW, i):  # the arguments of an object
                         made += 1
                         i += 2
-                        value = stack[-1] = memo[len(memo)] = self._made(stack[-1], ())
+                        value = stack[-1] = memo[len(memo) + skipped] = self._made(stack[-1], ())
                         if data.startswith(_STATE, i):
                             made += 1
                             i += 2
-                            value = memo[len(memo)] = {}
+                            value = memo[len(memo) + skipped] = {}
                             push(value)
                     else:
                         push(())
@@ -359,9 +369,9 @@ class _Machine:
                     if known is not None:
                         refuse_shared(stack[-1], self._taken)
                     build(stack[-1], state)
-                    if runs is not None and (run := runs.at(i, frame)) is not None:
+                    while i in starts and runs is not None and (run := runs.at(i, frame)) is not None:
                         stack += run[0]
-                        i, made = run[1], made + run[2]
+                        i, made, skipped = run[1], made + run[2], runs.skipped
                 elif op == 0x75 or op == 0x73:  # SETITEMS, SETITEM
                     if op == 0x75:
                         items = stack
