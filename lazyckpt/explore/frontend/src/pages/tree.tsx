@@ -5,6 +5,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { Card } from "../tree/card";
 import { computeNorms, IDLE, keptNorms, loadMarks, loadState, LOST, PROBLEM, TIED, type Marks, type Norms, type State } from "../tree/load";
+import { upTo } from "../tree/names";
 import { Tree } from "../tree/nodes";
 import { openAtFirst, openTo, visibleRows, type Row, type Weight } from "../tree/rows";
 import { NormSums, Sums } from "../tree/sums";
@@ -39,10 +40,10 @@ function TreeOf({ state }: { state: State }) {
 
   const whole = useMemo(() => new Tree(state.names, state.kind, null, state.kindText), [state]);
   const found = useMemo(() => state.names.search(q), [state, q]);
-  const tree = useMemo(() => (found ? new Tree(state.names, state.kind, found, state.kindText) : whole), [found, whole]);
+  const tree = useMemo(() => (found && found.length < whole.count ? new Tree(state.names, state.kind, found, state.kindText) : whole), [found, whole]);
   const sums = useMemo(() => new Sums(tree, state), [tree]);
   const normSums = useMemo(() => norms && new NormSums(tree, norms, state), [tree, norms]);
-  const first = useMemo(() => openAtFirst(tree, found ? 400 : undefined), [tree]);
+  const first = useMemo(() => openAtFirst(tree, tree === whole ? undefined : 400), [tree]);
   const open = useMemo(() => (opened === undefined ? first : keysOf(opened)), [opened, first]);
   const unfolded = useMemo(() => keysOf(each), [each]);
   const weight = useMemo<Weight>(() => weightOf(sort, sums, state, tree, normSums), [sort, sums, normSums]);
@@ -434,7 +435,7 @@ export function keysOf(text: string): Set<string> {
 }
 
 function saveNames(state: State, found: Uint32Array | null, norms: Norms | null): void {
-  const numbers = found ?? Uint32Array.from({ length: state.names.count }, (_, n) => n);
+  const numbers = found ?? upTo(state.names.count);
   const rows = Array.from(numbers, (n) => [
     state.names.name(n),
     state.kindOf(n).dtype,
