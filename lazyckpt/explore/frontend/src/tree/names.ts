@@ -78,7 +78,7 @@ export class Names {
       const ends = glob?.pieces?.length === 2 ? glob.pieces : null; // such as *.weight
       const text = ends ? "" : glob ? glob.literal : word;
       if (found && found.length < this.count / 8) found = found.filter((n) => this.lower(n).includes(text));
-      else if (text) found = intersection(found, this.holding(text));
+      else if (text) found = found && found.length < this.count ? intersection(found, this.holding(text)) : this.holding(text);
       found ??= upTo(this.count);
       if (ends) found = this.between(found, ends[0]!, ends[1]!);
       else if (glob && !holdsOnly(glob)) found = found.filter((n) => glob.test.test(this.lower(n)));
@@ -208,8 +208,7 @@ export function upTo(count: number): Uint32Array {
   return found;
 }
 
-function intersection(a: Uint32Array | null, b: Uint32Array): Uint32Array {
-  if (!a) return b;
+function intersection(a: Uint32Array, b: Uint32Array): Uint32Array {
   const found = new Uint32Array(Math.min(a.length, b.length));
   let length = 0;
   for (let i = 0, j = 0; i < a.length && j < b.length; ) {

@@ -4,7 +4,7 @@ import type { Names } from "./names";
 
 const LEVELS = 100; // deeper levels share one label
 const ALIKE = 4; // the fewest siblings that are folded into one row
-const COMPARED = 50_000; // the most names that are compared letter by letter, which takes time at every key
+const COMPARED = 20_000; // the most names that are compared letter by letter, which takes time at every key
 const SORTED = 50_000; // the most siblings that are put into natural order
 
 /** A node: names from `low` to `high` (places in the tree's order) lie below it, and `leaf` is its own, or -1. */
