@@ -19,6 +19,11 @@ import "./tensor.css";
 const LIVE = 512; // rows and columns of cells of the whole
 const REPORT = 64; // the same in a report
 
+const DERIVED: Record<string, string> = {
+  update: "what the last step of the optimizer added to the weight, computed from its states",
+  change: "this step minus the one before",
+};
+
 interface Layout {
   row_dim: number | null;
   col_dim: number | null;
@@ -28,15 +33,15 @@ interface Layout {
 
 export function TensorPage() {
   const { api, route } = useExplorer();
-  const { name, state, step, side } = route.params;
+  const { name, state, step, side, of } = route.params;
   const facts = useLoaded(
-    (signal) => (name === undefined ? Promise.resolve(undefined) : api.json<Facts>("tensor", { name, state, step, side }, signal)),
-    [name, state, step, side],
+    (signal) => (name === undefined ? Promise.resolve(undefined) : api.json<Facts>("tensor", { name, state, step, side, of }, signal)),
+    [name, state, step, side, of],
   );
   if (name === undefined) return <p class="quiet">Choose a tensor on the page “Tensors”.</p>;
   if (facts.error) return <Failure error={facts.error} />;
   if (!facts.value || facts.value.name !== name) return <p class="quiet">Opening {shownName(name)} …</p>;
-  return <Tensor key={`${name}/${facts.value.state}/${step}/${side}`} facts={facts.value} />;
+  return <Tensor key={`${name}/${facts.value.state}/${step}/${side}/${facts.value.of}`} facts={facts.value} />;
 }
 
 /** How the tensor is drawn, by the parameters of the link. */
@@ -68,7 +73,8 @@ function Tensor({ facts }: { facts: Facts }) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { name } = facts;
-  const common = { name, state: params["state"], step: params["step"], side: params["side"] };
+  const common = { name, state: params["state"], step: params["step"], side: params["side"], of: params["of"] };
+  const derived = api.live ? facts.derived : [];
   const plane = useMemo(() => planeOf(facts, params), [facts, params["dims"], params["at"]]);
   const { size } = plane;
   const [marks, setMarks] = useState<Mark[]>([]);
@@ -95,17 +101,22 @@ function Tensor({ facts }: { facts: Facts }) {
         <span class="quiet">
           {facts.short} [{facts.shape.map(grouped).join(", ")}] · {grouped(facts.numel)} elements · {bytes(facts.nbytes)}
         </span>
-        {facts.states.length > 1 && (
+        {facts.states.length + derived.length > 1 && (
           <span role="group" aria-label="state">
             {facts.states.map((one) => (
               <button
                 key={one.name}
                 type="button"
                 class="small"
-                aria-pressed={one.name === facts.state}
-                onClick={() => go({ state: one.name, view: params["view"] })}
+                aria-pressed={one.name === facts.state && !facts.of}
+                onClick={() => go({ state: one.name, of: undefined, view: params["view"] })}
               >
                 {shownName(one.name)}
+              </button>
+            ))}
+            {derived.map(({ of, label }) => (
+              <button key={`of ${of}`} type="button" class="small" title={DERIVED[of]} aria-pressed={of === facts.of} onClick={() => go({ of, view: params["view"] })}>
+                {label}
               </button>
             ))}
           </span>
@@ -214,7 +225,7 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     </>
   );
   return (
-    <Figure title="Values" note={note} name={`${facts.name}.values`} python={python}>
+    <Figure title={facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={`${facts.name}.values`} python={python}>
       <div class="tensor-tools">
         {option("how", "cells show", [["mean", "mean"], ["absmax", "largest |x|"], ["min", "minimum"], ["max", "maximum"]], how)}
         {option("scale", "colours", [["linear", "linear"], ["symlog", "symmetric log"], ["quantile", "quantiles"]], kind)}
