@@ -172,11 +172,13 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     [facts, exact],
   );
   const layout = useLoaded((signal) => (api.live ? api.json<Layout>("tensor/layout", common, signal) : Promise.resolve(null)), [facts]);
+  const [wide, setWide] = useState(false); // whether norms are wanted that take long
+  const cheap = facts.nbytes <= 64 << 20;
   const norms = useLoaded(async (signal) => {
-    if (!api.live || facts.nbytes > 64 << 20) return null;
+    if (!api.live || !(cheap || wide)) return null;
     const { arrays } = await api.packed("tensor/norms", { ...common, ...plane.query, rows: 512, cols: 512 }, signal);
     return arrays;
-  }, [facts]);
+  }, [facts, wide]);
   const values = useMemo(() => {
     const found = root.value;
     if (!found) return new Float64Array(0);
@@ -261,6 +263,12 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
             ranks
           </label>
         )}
+        {api.live && !cheap && !norms.value && plane.ndim > 0 && (
+          <button type="button" class="small" title="norms of rows and columns, beside the picture" onClick={() => setWide(!wide)}>
+            {wide ? "Stop the norms" : `Norms in the margins (reads ${bytes(facts.nbytes)})`}
+          </button>
+        )}
+        {norms.error && wide && <span class="error">{norms.error.message}</span>}
       </div>
       {root.error ? (
         <Failure error={root.error} />

@@ -43,7 +43,7 @@ export function Grid(props: Props) {
   const [low, high] = props.range ?? rangeOf(values, log);
   const width = props.width ?? 960;
   const side = { left: Math.min(220, 12 + 6.4 * Math.max(...rows.map((r) => r.length), 1)) + (rowTitle ? 18 : 0), top: 8, bottom: columnTitle ? 36 : 22 };
-  const cell = { w: Math.max(3, Math.min(44, (width - side.left - 8) / columns.length)), h: Math.max(5, Math.min(26, 640 / rows.length)) };
+  const cell = { w: Math.max(3, Math.min(56, (width - side.left - 8) / columns.length)), h: Math.max(5, Math.min(26, 640 / rows.length)) };
   const box = { w: side.left + cell.w * columns.length + 8, h: side.top + cell.h * rows.length + side.bottom };
   const gap = Math.min(cell.w, cell.h) > 8 ? 1 : 0;
   const share = (value: number) => {
@@ -76,6 +76,10 @@ export function Grid(props: Props) {
   const columnStep = every(columns.length, cell.w, 8 + 6.2 * Math.max(...columns.map((c) => c.length), 1));
   const scale = svg.current ? svg.current.getBoundingClientRect().width / box.w : 1;
   const cells = [];
+  // cells that are all alike have one quiet colour, and say their number
+  const one = alike(values);
+  const text = one === null ? "" : format(one);
+  const written = text !== "" && cell.w > 6.4 * text.length + 4 && cell.h > LABELS + 2;
   for (let r = 0; r < rows.length; r += 1) {
     for (let c = 0; c < columns.length; c += 1) {
       const value = values[r * columns.length + c]!;
@@ -87,9 +91,16 @@ export function Grid(props: Props) {
           y={side.top + r * cell.h}
           width={cell.w - gap}
           height={cell.h - gap}
-          fill={shown(value) ? colour(share(value)) : undefined}
+          fill={!shown(value) ? undefined : one === null ? colour(share(value)) : "var(--alike)"}
         />,
       );
+      if (written && shown(value) && !mark?.(r, c)) {
+        cells.push(
+          <text key={`n${r * columns.length + c}`} class="grid-number" x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
+            {text}
+          </text>,
+        );
+      }
       const sign = mark?.(r, c);
       if (sign) {
         cells.push(
@@ -159,7 +170,14 @@ export function Grid(props: Props) {
       <span class="sr-only" aria-live="polite">
         {keys && at ? detail(...at) : ""}
       </span>
-      <Legend {...{ low, high, log, colour, format, title: legend, unit: props.unit }} />
+      {one === null ? (
+        <Legend {...{ low, high, log, colour, format, title: legend, unit: props.unit }} />
+      ) : (
+        <p class="quiet grid-alike">
+          {legend}: {text}
+          {values.length > 1 && " each"}
+        </p>
+      )}
     </div>
   );
 }
@@ -193,6 +211,18 @@ export function Legend({ low, high, log = false, colour, format = shortNumber, t
       </div>
     </div>
   );
+}
+
+/** The value that all cells have; null if they differ or there is none. */
+function alike(values: ArrayLike<number>): number | null {
+  let found: number | null = null;
+  for (let n = 0; n < values.length; n += 1) {
+    const value = values[n]!;
+    if (Number.isNaN(value)) continue;
+    if (found !== null && value !== found) return null;
+    found = value;
+  }
+  return found !== null && Number.isFinite(found) ? found : null;
 }
 
 function rangeOf(values: ArrayLike<number>, log: boolean): [number, number] {
