@@ -154,7 +154,7 @@ function TreeOf({ state }: { state: State }) {
               toggle(row);
             }}
           />
-          <span class="tree-label mono">{labelOf(row)}</span>
+          <span class="tree-label mono" title={labelOf(row)}>{labelOf(row)}</span>
           {row.numbers && (
             <span class="tree-fold">
               {grouped(row.copies.length / (row.parent >= 0 ? rows[row.parent]!.copies.length : 1))} alike

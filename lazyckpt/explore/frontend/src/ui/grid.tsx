@@ -1,6 +1,6 @@
 // A grid of coloured cells with labels, a tooltip and a legend.
 
-import { useRef, useState } from "preact/hooks";
+import { useMemo, useRef, useState } from "preact/hooks";
 import { logTicks, shortNumber, ticks } from "./axis";
 import "./grid.css";
 
@@ -30,12 +30,14 @@ interface Props {
   /** What numbers of the legend are round in: 1024 for bytes. */
   unit?: number;
   width?: number;
+  /** Whether the cells have their numbers on them, where these fit. */
+  numbers?: boolean;
 }
 
 const LABELS = 11; // height of labels, in pixels
 
 export function Grid(props: Props) {
-  const { rows, columns, values, label, rowTitle, columnTitle, colour, log = false, detail, mark, onCell, active, legend } = props;
+  const { rows, columns, values, label, rowTitle, columnTitle, colour, log = false, detail, mark, onCell, active, legend, numbers = false } = props;
   const format = props.format ?? shortNumber;
   const svg = useRef<SVGSVGElement>(null);
   const [at, setAt] = useState<[number, number] | null>(null);
@@ -43,7 +45,7 @@ export function Grid(props: Props) {
   const [low, high] = props.range ?? rangeOf(values, log);
   const width = props.width ?? 960;
   const side = { left: Math.min(220, 12 + 6.4 * Math.max(...rows.map((r) => r.length), 1)) + (rowTitle ? 18 : 0), top: 8, bottom: columnTitle ? 36 : 22 };
-  const cell = { w: Math.max(3, Math.min(56, (width - side.left - 8) / columns.length)), h: Math.max(5, Math.min(26, 640 / rows.length)) };
+  const cell = { w: Math.max(3, Math.min(numbers ? 64 : 44, (width - side.left - 8) / columns.length)), h: Math.max(5, Math.min(26, 640 / rows.length)) };
   const box = { w: side.left + cell.w * columns.length + 8, h: side.top + cell.h * rows.length + side.bottom };
   const gap = Math.min(cell.w, cell.h) > 8 ? 1 : 0;
   const share = (value: number) => {
@@ -75,42 +77,47 @@ export function Grid(props: Props) {
   const rowStep = every(rows.length, cell.h, LABELS + 2);
   const columnStep = every(columns.length, cell.w, 8 + 6.2 * Math.max(...columns.map((c) => c.length), 1));
   const scale = svg.current ? svg.current.getBoundingClientRect().width / box.w : 1;
-  const cells = [];
-  // cells that are all alike have one quiet colour, and say their number
-  const one = alike(values);
-  const text = one === null ? "" : format(one);
-  const written = text !== "" && cell.w > 6.4 * text.length + 4 && cell.h > LABELS + 2;
-  for (let r = 0; r < rows.length; r += 1) {
-    for (let c = 0; c < columns.length; c += 1) {
-      const value = values[r * columns.length + c]!;
-      cells.push(
-        <rect
-          key={r * columns.length + c}
-          class={shown(value) ? undefined : "grid-none"}
-          x={side.left + c * cell.w}
-          y={side.top + r * cell.h}
-          width={cell.w - gap}
-          height={cell.h - gap}
-          fill={!shown(value) ? undefined : one === null ? colour(share(value)) : "var(--alike)"}
-        />,
-      );
-      if (written && shown(value) && !mark?.(r, c)) {
+  // cells that are nearly alike have one quiet colour; numbers stand in the cells if they are asked for and fit
+  const quiet = alike(values);
+  const texts = numbers || quiet ? Array.from(values, (value) => (shown(value) ? format(value) : "")) : [];
+  const longest = texts.reduce((n, text) => Math.max(n, text.length), 0);
+  const written = longest > 0 && cell.w > 6.2 * longest + 4 && cell.h > LABELS + 2;
+  // going over the cells draws none of them anew
+  const cells = useMemo(() => {
+    const cells = [];
+    for (let r = 0; r < rows.length; r += 1) {
+      for (let c = 0; c < columns.length; c += 1) {
+        const value = values[r * columns.length + c]!;
         cells.push(
-          <text key={`n${r * columns.length + c}`} class="grid-number" x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
-            {text}
-          </text>,
+          <rect
+            key={r * columns.length + c}
+            class={shown(value) ? undefined : "grid-none"}
+            x={side.left + c * cell.w}
+            y={side.top + r * cell.h}
+            width={cell.w - gap}
+            height={cell.h - gap}
+            fill={!shown(value) ? undefined : quiet ? "var(--alike)" : colour(share(value))}
+          />,
         );
-      }
-      const sign = mark?.(r, c);
-      if (sign) {
-        cells.push(
-          <text key={`m${r * columns.length + c}`} class="grid-mark" x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
-            {sign}
-          </text>,
-        );
+        if (written && shown(value) && !mark?.(r, c)) {
+          cells.push(
+            <text key={`n${r * columns.length + c}`} class={quiet ? "grid-number" : "grid-number grid-mark"} x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
+              {texts[r * columns.length + c]}
+            </text>,
+          );
+        }
+        const sign = mark?.(r, c);
+        if (sign) {
+          cells.push(
+            <text key={`m${r * columns.length + c}`} class="grid-mark" x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
+              {sign}
+            </text>,
+          );
+        }
       }
     }
-  }
+    return cells;
+  }, [values, rows, columns, low, high, box.w, box.h, log]);
   const frame = (pair: [number, number] | null | undefined, kind: string) =>
     pair && <rect class={kind} x={side.left + pair[1] * cell.w - 0.5} y={side.top + pair[0] * cell.h - 0.5} width={cell.w - gap + 1} height={cell.h - gap + 1} />;
   return (
@@ -170,13 +177,12 @@ export function Grid(props: Props) {
       <span class="sr-only" aria-live="polite">
         {keys && at ? detail(...at) : ""}
       </span>
-      {one === null ? (
-        <Legend {...{ low, high, log, colour, format, title: legend, unit: props.unit }} />
-      ) : (
+      {quiet ? (
         <p class="quiet grid-alike">
-          {legend}: {text}
-          {values.length > 1 && " each"}
+          {legend}: {[...new Set([format(quiet[0]), format(quiet[1])])].join(" to ")}
         </p>
+      ) : (
+        <Legend {...{ low, high, log, colour, format, title: legend, unit: props.unit }} />
       )}
     </div>
   );
@@ -213,16 +219,12 @@ export function Legend({ low, high, log = false, colour, format = shortNumber, t
   );
 }
 
-/** The value that all cells have; null if they differ or there is none. */
-function alike(values: ArrayLike<number>): number | null {
-  let found: number | null = null;
-  for (let n = 0; n < values.length; n += 1) {
-    const value = values[n]!;
-    if (Number.isNaN(value)) continue;
-    if (found !== null && value !== found) return null;
-    found = value;
-  }
-  return found !== null && Number.isFinite(found) ? found : null;
+const NEAR = 0.01;
+
+/** The smallest and the largest value, if they are so near each other that colours would say nothing. */
+function alike(values: ArrayLike<number>): [number, number] | null {
+  const [low, high] = rangeOf(values, false);
+  return low <= high && high - low <= NEAR * Math.max(Math.abs(low), Math.abs(high)) ? [low, high] : null;
 }
 
 function rangeOf(values: ArrayLike<number>, log: boolean): [number, number] {
