@@ -289,7 +289,7 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
             table={table}
             part={partOf(params["view"])}
             onPart={(part) => go({ view: part && partText(part) }, undefined, true)}
-            label={`Heat map of ${shownName(facts.name)}`}
+            label={`Heat map of ${shownName(facts.name)}, ${grouped(size.height)} by ${grouped(size.width)}, values ${shortNumber(full[0])} to ${shortNumber(full[1])}`}
             rowTitle={plane.row === null ? (plane.wrap ? `rows of ${grouped(plane.wrap)}` : "") : `dimension ${plane.row}`}
             colTitle={plane.col === null ? "" : `dimension ${plane.col}`}
             indexText={indexText}

@@ -95,7 +95,10 @@ function TreeOf({ state }: { state: State }) {
     else if (event.key === "End") to(rows.length - 1);
     else if (event.key === "PageDown") to(active + 20);
     else if (event.key === "PageUp") to(active - 20);
-    else if (event.key === "ArrowRight" && row && !row.leaf) {
+    else if (event.key === "ArrowRight" && event.shiftKey && row?.numbers) {
+      event.preventDefault();
+      unfold(row);
+    } else if (event.key === "ArrowRight" && row && !row.leaf) {
       if (row.open) to(active + 1);
       else {
         event.preventDefault();
@@ -167,7 +170,7 @@ function TreeOf({ state }: { state: State }) {
           )}
           <MarksOf marks={marks} norms={norms} row={row} tree={tree} sums={sums} />
           {row.numbers && (
-            <button type="button" tabIndex={-1} class="tree-each" title="list each of them" onClick={(event) => { event.stopPropagation(); unfold(row); }}>
+            <button type="button" tabIndex={-1} class="tree-each" title="list each of them (Shift →)" onClick={(event) => { event.stopPropagation(); unfold(row); }}>
               list each
             </button>
           )}

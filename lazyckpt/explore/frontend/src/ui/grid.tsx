@@ -130,7 +130,7 @@ export function Grid(props: Props) {
           width={box.w}
           height={box.h}
           role="application"
-          aria-label={`${label}. Arrow keys go from cell to cell.`}
+          aria-label={`${label}. ${rows.length} by ${columns.length} cells${low <= high ? `, ${format(low)} to ${format(high)}` : ""}. Arrow keys go from cell to cell.`}
           tabIndex={0}
           onKeyDown={onKey}
           onMouseMove={(event) => {
