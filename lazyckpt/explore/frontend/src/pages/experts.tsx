@@ -72,7 +72,7 @@ function Norms() {
           legend="L2 norm"
           detail={(row, column) => `layer ${value.layers[row]}, expert ${value.experts[column]}\nL2 norm ${text(norms[row * width + column]!)}`}
           mark={(row, column) => rows[row * width + column]!.mark}
-          active={value.layers.includes(layer) ? [value.layers.indexOf(layer), 0] : null}
+          active={value.layers.includes(layer) ? [value.layers.indexOf(layer), -1] : null}
           onCell={(row) => go({ layer: String(value.layers[row]) }, undefined, true)}
         />
       </Figure>

@@ -1,6 +1,6 @@
 // A grid of coloured cells with labels, a tooltip and a legend.
 
-import { useMemo, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { logTicks, shortNumber, ticks } from "./axis";
 import "./grid.css";
 
@@ -25,11 +25,11 @@ interface Props {
   /** A sign on a cell, such as "!". */
   mark?(row: number, column: number): string;
   onCell?(row: number, column: number): void;
+  /** The cell that is chosen; the column -1 is for the whole row. */
   active?: [number, number] | null;
   legend: string;
   /** What numbers of the legend are round in: 1024 for bytes. */
   unit?: number;
-  width?: number;
   /** Whether the cells have their numbers on them, where these fit. */
   numbers?: boolean;
 }
@@ -43,9 +43,19 @@ export function Grid(props: Props) {
   const [at, setAt] = useState<[number, number] | null>(null);
   const [keys, setKeys] = useState(false);
   const [low, high] = props.range ?? rangeOf(values, log);
-  const width = props.width ?? 960;
+  const outer = useRef<HTMLDivElement>(null);
+  const [width, setWidth] = useState(960);
+  useLayoutEffect(() => {
+    const measure = () => setWidth(Math.max(300, Math.min(1400, outer.current!.clientWidth || 960)));
+    const observer = new ResizeObserver(measure);
+    observer.observe(outer.current!);
+    measure();
+    return () => observer.disconnect();
+  }, []);
   const side = { left: Math.min(220, 12 + 6.4 * Math.max(...rows.map((r) => r.length), 1)) + (rowTitle ? 18 : 0), top: 8, bottom: columnTitle ? 36 : 22 };
   const cell = { w: Math.max(3, Math.min(numbers ? 64 : 44, (width - side.left - 8) / columns.length)), h: Math.max(5, Math.min(26, 640 / rows.length)) };
+  if (cell.w > 4) cell.w = Math.floor(cell.w); // else seams show between cells
+  if (cell.h > 5) cell.h = Math.floor(cell.h);
   const box = { w: side.left + cell.w * columns.length + 8, h: side.top + cell.h * rows.length + side.bottom };
   const gap = Math.min(cell.w, cell.h) > 8 ? 1 : 0;
   const share = (value: number) => {
@@ -119,9 +129,9 @@ export function Grid(props: Props) {
     return cells;
   }, [values, rows, columns, low, high, box.w, box.h, log]);
   const frame = (pair: [number, number] | null | undefined, kind: string) =>
-    pair && <rect class={kind} x={side.left + pair[1] * cell.w - 0.5} y={side.top + pair[0] * cell.h - 0.5} width={cell.w - gap + 1} height={cell.h - gap + 1} />;
+    pair && <rect class={kind} x={side.left + Math.max(0, pair[1]) * cell.w - 0.5} y={side.top + pair[0] * cell.h - 0.5} width={(pair[1] < 0 ? columns.length : 1) * cell.w - gap + 1} height={cell.h - gap + 1} />;
   return (
-    <div class="grid">
+    <div class="grid" ref={outer}>
       <div class="grid-box">
         <svg
           ref={svg}
