@@ -111,7 +111,7 @@ export function Grid(props: Props) {
         );
         if (written && shown(value) && !mark?.(r, c)) {
           cells.push(
-            <text key={`n${r * columns.length + c}`} class={quiet ? "grid-number" : "grid-number grid-mark"} x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
+            <text key={`n${r * columns.length + c}`} class="grid-number" style={quiet ? undefined : { fill: share(value) > BRIGHT ? "#111" : "#fff" }} x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
               {texts[r * columns.length + c]}
             </text>,
           );
@@ -230,6 +230,7 @@ export function Legend({ low, high, log = false, colour, format = shortNumber, t
 }
 
 const NEAR = 0.01;
+const BRIGHT = 0.55; // from this share on, the colours are bright
 
 /** The smallest and the largest value, if they are so near each other that colours would say nothing. */
 function alike(values: ArrayLike<number>): [number, number] | null {
