@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ SHOWN = {  # page: what it has when it is complete
     "ranks": "[role=application]",
     "optimizer": "[role=application]",
     "experts": "[role=application]",
+    "compare": ".compare [role=treeitem]",
+    "run": ".run-panel svg.picture",
 }
 RUN = """
 const [rules, done] = arguments;
@@ -97,36 +99,106 @@ def lone_too(name: str) -> str:
     return quote(name.encode("utf-8", "surrogatepass"), safe="")
 
 
-def test_axe_finds_no_serious_fault(browser: Browser, zero3: Path) -> None:
-    if not AXE.exists():
-        pytest.skip("axe-core is not installed: npm ci in lazyckpt/explore/frontend")
-    faults = []
-    with lazyckpt.serve(zero3) as server:
-        browser.driver.get(server.url)
-        found = pages(browser)
-        assert {"tree", "tensor", "architecture", "ranks", "optimizer"} <= set(found)
-        browser.js(AXE.read_text("utf-8"))
+def faults(browser: Browser, url: str, wanted: set[str], name: str, more: str = "") -> list[str]:
+    """What axe-core finds on some pages of an explorer, in both themes. ``more``: JavaScript that opens more."""
+    found = []
+    browser.driver.get(url)
+    shown = pages(browser)
+    assert wanted <= set(shown)
+    browser.js(AXE.read_text("utf-8"))
+    for page in sorted(wanted):
         for theme, rules in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
             media = [{"name": "prefers-color-scheme", "value": theme}]
             browser.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
-            for page in found:
-                show(browser, page, "model.embed_tokens.weight")
-                faults += [f"{page}, {theme}: {one}" for one in browser.driver.execute_async_script(RUN, rules)]
-    assert not faults, "\n".join(faults)
+            if theme == "light":
+                show(browser, page, name)
+            if page == "tensor" and theme == "light" and more:
+                until(browser, more)
+            found += [f"{page}, {theme}: {one}" for one in browser.driver.execute_async_script(RUN, rules)]
+    return found
 
 
-@pytest.mark.parametrize("host", ["page", "report"])
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Experts, attention with heads, and an embedding with a tokenizer."""
+    folder = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(0)
+    weights = {f"model.layers.{n}.self_attn.q_proj.weight": torch.randn(16, 16) for n in range(2)}
+    weights["model.embed_tokens.weight"] = torch.randn(20, 16).bfloat16()
+    for n in range(8):
+        weights[f"model.layers.{n % 2}.mlp.experts.{n // 2}.up_proj.weight"] = torch.randn(8, 16) * (n > 0)
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": 16}))
+    words = {f"word{n}": n for n in range(20)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": []}))
+    torch.save(weights, folder / "pytorch_model.bin")
+    return folder
+
+
+NEAREST = """(() => {
+    const form = document.querySelector("[aria-label='Nearest rows'] form");
+    if (!form || form.dataset.sent) return !!document.querySelector("[aria-label='Nearest rows'] [role=row]");
+    form.requestSubmit(); form.dataset.sent = "yes";
+})()"""
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "report", "mixture", "run", "comparison"])
+def test_axe_finds_no_serious_fault(browser: Browser, zero3: Path, mixture: Path, tmp_path: Path, what: str) -> None:
+    if not AXE.exists():
+        pytest.skip("axe-core is not installed: npm ci in lazyckpt/explore/frontend")
+    name, more = "model.embed_tokens.weight", ""
+    wanted = {"tree", "tensor", "architecture", "ranks", "optimizer"}
+    if what == "report":
+        lazyckpt.open(zero3).report(tmp_path / "page.html")
+        found = faults(browser, (tmp_path / "page.html").as_uri(), wanted, name)
+    else:
+        paths = [zero3]
+        if what == "mixture":
+            paths, more = [mixture], NEAREST
+            wanted = {"tensor", "experts"}
+        elif what == "run":
+            paths = [trained(tmp_path / "run")]
+            wanted = {"run"}
+        elif what == "comparison":
+            run = trained(tmp_path / "run")
+            paths = [run / "step_1", run / "step_2"]
+            wanted = {"compare"}
+        with lazyckpt.serve(*paths) as server:
+            found = faults(browser, server.url, wanted, name, more)
+    assert not found, "\n".join(found)
+
+
+def trained(folder: Path, names: Sequence[str] = ()) -> Path:
+    """Write two steps of a small run."""
+    torch.manual_seed(0)
+    names = names or ["model.embed_tokens.weight", *(f"model.layers.{n}.up.weight" for n in range(3))]
+    weights = {name: torch.nn.Parameter(torch.randn(6, 5)) for name in names}
+    optimizer = torch.optim.AdamW(list(weights.items()), lr=0.1)
+    for step in (1, 2):
+        for one in weights.values():
+            one.grad = torch.randn(6, 5)
+        optimizer.step()
+        (folder / f"step_{step}").mkdir(parents=True)
+        whole = {"model": {name: one.detach().clone() for name, one in weights.items()}, "step": step}
+        torch.save(whole | {"optimizer": optimizer.state_dict()}, folder / f"step_{step}" / "model.pt")
+    return folder
+
+
+@pytest.mark.parametrize("host", ["page", "report", "run", "comparison"])
 def test_hostile_names_do_nothing(browser: Browser, tmp_path: Path, host: str) -> None:
-    torch.save({name: torch.randn(6, 5) for name in HOSTILE}, tmp_path / "model.pt")
-    view = lazyckpt.open(tmp_path / "model.pt")
-    view.report(tmp_path / "out.html")
-    with lazyckpt.serve(tmp_path / "model.pt") as server:
+    folder = trained(tmp_path / "run", HOSTILE)
+    paths = [folder] if host == "run" else [folder / "step_1" / "model.pt"]
+    if host == "comparison":
+        paths.append(folder / "step_2" / "model.pt")
+    if host == "report":
+        lazyckpt.open(paths[0]).report(tmp_path / "out.html")
+    with lazyckpt.serve(*paths) as server:
         browser.driver.get("about:blank")
         browser.driver.get_log("browser")
-        browser.driver.get(server.url if host == "page" else (tmp_path / "out.html").as_uri())
+        browser.driver.get((tmp_path / "out.html").as_uri() if host == "report" else server.url)
         found = pages(browser)
         assert "experts" in found
-        for name in HOSTILE:
+        for name in HOSTILE if host in ("page", "report") else HOSTILE[:1]:
             show(browser, "tensor", name)
             until(
                 browser,
@@ -137,7 +209,7 @@ def test_hostile_names_do_nothing(browser: Browser, tmp_path: Path, host: str) -
         for page in found:
             show(browser, page, HOSTILE[0])
             assert not browser.js("return document.querySelector('main :is(img, script, b)')")
-            assert browser.js("return document.documentElement.scrollWidth <= innerWidth")
+            assert browser.js("return document.documentElement.scrollWidth <= innerWidth"), page
         assert browser.driver.get_log("browser") == []  # also an alert would have stopped the driver
 
 

@@ -188,6 +188,18 @@ def run(tmp_path: Path, steps: dict[int, Tensors]) -> Explorer:
     return Explorer(subject_of(tmp_path / "run"))
 
 
+def test_a_tensor_of_a_run_minus_that_of_the_step_before(run: Explorer, steps: dict[int, Tensors]) -> None:
+    before, last = STEPS[-2:]
+    facts = asked(run, "tensor", name="emb.weight", of="change")
+    assert facts["derived"] == [{"of": "change", "label": f"change since {before}"}]
+    wanted = steps[last]["emb.weight"].double() - steps[before]["emb.weight"].double()
+    assert torch.equal(eval(facts["python"], {"lazyckpt": lazyckpt, "torch": torch})[...], wanted)
+    shown = asked(run, "tensor/values", name="emb.weight", of="change", r0="3", r1="4", c0="0", c1="8")["values"]
+    assert [float(one) for one in shown[0]] == pytest.approx(wanted[3].tolist(), rel=1e-6)
+    assert not asked(run, "tensor", name="emb.weight", step=str(STEPS[0]))["derived"]
+    assert run.answer("tensor", {"name": "emb.weight", "of": "change", "step": str(STEPS[0])}).status == 400
+
+
 def test_a_run_lists_its_steps_and_kinds(run: Explorer) -> None:
     found = asked(run, "run")
     assert found["steps"] == list(STEPS)

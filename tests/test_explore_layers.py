@@ -58,6 +58,23 @@ def test_the_last_step_is_that_of_updates(trained: lazyckpt.CheckpointView) -> N
     }
 
 
+def test_the_last_step_of_a_tensor_is_that_of_the_view(trained: lazyckpt.CheckpointView) -> None:
+    explorer = Explorer(Subject(trained))
+    updates = trained.updates()
+    name = next(iter(updates))
+    facts = asked(explorer, "tensor", name=name, of="update")
+    assert facts["of"] == "update" and {"of": "update", "label": "last step"} in facts["derived"]
+    read = eval(facts["python"], {"lazyckpt": lazyckpt})  # the line that the page shows
+    assert torch.equal(read[...], updates[name][...])
+    shown = asked(explorer, "tensor/values", name=name, of="update", r0="0", r1="1", c0="0", c1="2")["values"]
+    assert [float(one) for one in shown[0]] == pytest.approx(
+        read[...].reshape(read.shape[0], -1)[0, :2].tolist(), rel=1e-6
+    )
+    state = next(one for one in trained.states if one not in ("weights", "fp32"))
+    assert explorer.answer("tensor", {"name": name, "of": "change"}).status == 400
+    assert not asked(explorer, "tensor", name=name, state=state)["derived"]
+
+
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.subject import Subject
 from lazyckpt.inspect.pixels import pooled
 
-from .. import data
+from .. import data, pages
 from ..case import Area, Case, Goal, Settings
 from ..contest import Contest, Skipped
 from ..sample import Sample, Timed, warm
@@ -140,6 +141,14 @@ def _page(settings: Settings, ranks: int) -> Contest:
     return Contest(Timed(opened), calls=1, most=7)
 
 
+def _in_page(settings: Settings, names: int, what: str) -> Contest:
+    """``what``: a method of `pages.Page`."""
+    with ExitStack() as stack:
+        server = stack.enter_context(lazyckpt.serve(data.names(settings, names), cache=False))
+        page = stack.enter_context(pages.opened(server.url))
+        return Contest(getattr(page, what), calls=1, most=7, done=stack.pop_all().close)
+
+
 def _overview(settings: Settings, dtype: torch.dtype) -> Contest:
     """The picture of a whole tensor, of 512 x 512 cells, against reading the tensor."""
     side = settings.pick(16384, 4096) if dtype == torch.float32 else settings.pick(23168, 5792)
@@ -162,6 +171,13 @@ def _all(settings: Settings) -> Iterator[Case]:
     names, ranks = settings.pick(500_000, 20_000), settings.pick(1024, 64)
     second = [Goal(1.0, against=1.0, budget="a second")]
     yield Case(f"the tree of {names:,} names: processor time", partial(_tree, settings, names), second)
+    for what, name, goal, budget in (
+        ("first paint", "first_paint", 0.3, "300 ms"),
+        ("a key in the search", "key", 0.05, "50 ms"),
+    ):
+        case = partial(_in_page, settings, names, name)
+        text = f"{names:,} names in the page: {what}: processor time"
+        yield Case(text, case, [Goal(1.0, against=goal, budget=budget)])
     yield Case(f"the page of {ranks:,} ranks' files, from starting the server", partial(_page, settings, ranks), second)
 
 
@@ -169,6 +185,8 @@ AREA = Area(
     "explore",
     "The explorer",
     "A client reads the shard of a torch file as safetensors, which the explorer's server computes, and the converted "
-    "file from nginx. The tree's goal is one second of processor time, the page's one second in all.",
+    "file from nginx. The tree's goal is one second of processor time, the page's one second in all. In the page of "
+    "all names, the time of Chromium's main thread counts: from the answer to the first paint, and that of the "
+    "slowest of 31 keys.",
     _cases,
 )

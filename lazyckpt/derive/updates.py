@@ -100,6 +100,7 @@ def steps_of(
     optimizer: str | Mapping[str, str] | None,
     gradients: Namespace[Any] | None,
     options: Mapping[str, Any],
+    only: str | None = None,
 ) -> Steps:
     """Return how the last steps of a view's parameters are computed. Reads nothing.
 
@@ -113,6 +114,8 @@ def steps_of(
         The gradients of the last step by the names of the parameters, if they are known.
     options
         Values of some of `OPTIONS`, for all parameters or by glob. They replace those of the checkpoint.
+    only
+        The full name of the one parameter that is wanted; None: all of the view.
 
     Raises
     ------
@@ -127,7 +130,10 @@ def steps_of(
             raise DataError(f"optimizer={one!r} is none of {', '.join(OPTIMIZERS)}")
     sources = Sources([view] if gradients is None else [view, gradients])
     states = view._index.states
-    weights = {name: spec for state in reversed(_WEIGHTS) for name, spec in states.get(state, {}).items()}
+    held = [states.get(state, {}) for state in reversed(_WEIGHTS)]
+    if only is not None:
+        held = [{only: specs[only]} for specs in held if only in specs]
+    weights = {name: spec for specs in held for name, spec in specs.items()}
     moments = {state: specs for state, specs in states.items() if state not in _WEIGHTS}
     shown = set(view._shown_of({name: name for name in weights}).values())
     names = [name for name in weights if name in shown and any(name in specs for specs in moments.values())]

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from ..derive.arithmetic import difference
+from ..derive.updates import Steps, steps_of
 from ..errors import DataError, TensorNotFoundError
 from ..lazy import LazyArray
 from ..namespace import Namespace
@@ -98,21 +100,60 @@ class Subject:
         Parameters
         ----------
         query
-            ``name``: the full name. The parameters of `part`.
+            ``name``: the full name. ``of``: "update" is what the last step of the optimizer added to the weight, as its
+            states tell; "change" is the tensor minus that of the step before in a run, in float64; by default the
+            tensor itself. The parameters of `part`.
 
         Raises
         ------
         TensorNotFoundError
             There is no such tensor.
         DataError
-            As `part` raises it.
+            As `part` raises it; there is no such update or change.
         """
         name = query.text("name")
         part = self.part(query)
         found = part.exact(name)
         if found is None:
             raise TensorNotFoundError(f"there is no tensor {name!r:.200} in this state")
+        of = query.one_of("of", ("", "update", "change"))
+        if of == "update":
+            return self._updated(part, name)
+        if of == "change":
+            return self._changed(query, part, name)
         return cast("LazyArray", found)
+
+    def last_steps(self, part: View, name: str) -> Steps:
+        """Return how the last step of a parameter is computed. Raises DataError if it has no optimizer states."""
+        return steps_of(part, None, None, {}, only=part.full_name(name))
+
+    def _updated(self, part: View, name: str) -> LazyArray:
+        found = self.last_steps(part, name)
+        if not found.steps:
+            raise DataError("; ".join(str(one) for one in found.index.problems if one.code == "undecided-update"))
+        (step,) = found.steps.values()
+        return LazyArray(found.store, step.update)
+
+    def before(self, query: Query) -> int | None:
+        """Return the step of a run before that of a request; None if there is none."""
+        if self.run is None:
+            return None
+        steps = self.run.steps
+        earlier = [step for step in steps if step < query.number("step", steps[-1], min(steps), max(steps))]
+        return max(earlier, default=None)
+
+    def _changed(self, query: Query, part: View, name: str) -> LazyArray:
+        step = self.before(query)
+        if step is None or self.run is None:
+            raise DataError("of=change is for a run, at a step that has one before")
+        old = self.run.at(step)
+        if part.state != old.state:
+            if part.state not in old.states:
+                raise TensorNotFoundError(f"step {step} has no state {part.state!r:.60}")
+            old = old.states[part.state]
+        if old.exact(name) is None:
+            raise TensorNotFoundError(f"step {step} has no tensor {name!r:.200} in this state")
+        return LazyArray(*difference(part, old, name))
 
 
 FIRST, MORE, TENSORS, REST = range(4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,9 @@ class Course:
         float64 of shape (kinds, layers, steps); NaN where there is no value.
     alone
         Kind that is in no layer -> its values, of shape (steps,).
+    marks
+        (kind, layer or None, step) -> "?" if a tensor cannot be read or compared, "!" if it has elements that are NaN
+        or infinite, which the values leave out.
     """
 
     quantity: str
@@ -61,6 +64,7 @@ class Course:
     layers: tuple[int, ...]
     values: Values
     alone: Mapping[str, Values]
+    marks: Mapping[tuple[str, int | None, int], str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -176,7 +180,8 @@ def _stacked(quantity: str, found: Mapping[int, Layers]) -> Course:
             values[np.ix_([rows[k] for k in one.kinds], [columns[n] for n in one.layers], [at])] = one.values[..., None]
         for kind, value in one.alone.items():
             alone.setdefault(kind, np.full(len(steps), math.nan))[at] = value
-    return Course(quantity, steps, kinds, layers, values, alone)
+    marks = {(*cell, step): mark for step, one in found.items() for cell, mark in one.marks.items()}
+    return Course(quantity, steps, kinds, layers, values, alone, marks)
 
 
 def _grown(whole: Course) -> Course:
@@ -184,7 +189,7 @@ def _grown(whole: Course) -> Course:
     with np.errstate(invalid="ignore", divide="ignore"):
         alone = {kind: line / _first(line[None])[0] for kind, line in whole.alone.items()}
         values = whole.values / _first(whole.values)
-    return Course(whole.quantity, whole.steps, whole.kinds, whole.layers, values, alone)
+    return replace(whole, values=values, alone=alone)
 
 
 def _first(values: Values) -> Values:

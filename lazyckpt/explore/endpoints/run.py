@@ -60,8 +60,9 @@ def over_steps(subject: Subject, query: Query) -> dict[str, Any]:
     -------
     dict
         ``label``, what the quantity is called; ``steps``; ``layers``; ``values``, a list over the steps for each layer;
-        ``alone``, the same for a kind that is in no layer, else null; null for a step without a value; ``errors``, step
-        -> why its checkpoint cannot be opened.
+        ``alone``, the same for a kind that is in no layer, else null; null for a step without a value; ``marks``, a
+        list of layer, step and mark ("?": a tensor cannot be read or compared, "!": it has NaN or infinite elements);
+        ``errors``, step -> why its checkpoint cannot be opened.
     """
     steps = _run(subject)
     kind = query.text("kind")
@@ -80,6 +81,7 @@ def over_steps(subject: Subject, query: Query) -> dict[str, Any]:
         "layers": list(found.layers),
         "values": [_listed(line) for line in found.values[0]] if len(found.values) else [],
         "alone": _listed(found.alone[kind]) if kind in found.alone else None,
+        "marks": [[layer, step, mark] for (_, layer, step), mark in found.marks.items()],
         "errors": errors,
     }
 

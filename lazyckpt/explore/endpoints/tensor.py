@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from ...core.expr import formula
 from ...core.names import shortened
-from ...errors import DataError, printable
+from ...errors import DataError, Problem, printable
 from ...inspect.bits import has_bits
 from ...inspect.numbers import number_shape
 from ...inspect.report import kind_of
@@ -42,7 +43,9 @@ def tensor(subject: Subject, query: Query) -> dict[str, Any]:
         requests take the tensor. ``state``; ``states``: name, shape and dtype in each
         state that has the tensor. ``owner``: the name that owns a tied tensor. ``about``: pairs of label and text.
         ``python``: the expression that opens the tensor. ``ranges``: where the bytes lie, and ``ranges_in_all``.
-        ``problems``: those of its files. ``heads``: attention heads, as start and stop along a dimension, or null.
+        ``of``: as in the request; ``derived``: what else the request takes as ``of``, each with a ``label``.
+        ``problems``: those of its files, and what an update assumes. ``heads``: attention heads, as start and stop
+        along a dimension, or null.
     """
     view = subject.checkpoint(query)
     part = subject.part(query)
@@ -77,6 +80,8 @@ def tensor(subject: Subject, query: Query) -> dict[str, Any]:
         "states": [
             _in_state(state, held) for state, one in view.states.items() if (held := one.exact(name)) is not None
         ],
+        "of": query.text("of", ""),
+        "derived": list(_derived(subject, query, part, name)),
         "owner": owner if owner != name else None,
         "about": [[label, printable(text)] for label, text in _about(t) if text],
         "python": _python(subject, query, view, part, name),
@@ -87,11 +92,34 @@ def tensor(subject: Subject, query: Query) -> dict[str, Any]:
         "ranges_in_all": in_all,
         "problems": [
             {"code": one.code, "severity": kind_of(one.code).severity, "text": printable(str(one))}
-            for one in view.problems
-            if one.path in paths or one.path == name
+            for one in (*view.problems, *_assumed(subject, query, part, name))
+            if one.path in paths or one.path == name or one.code == "assumed-update"
         ][:_PROBLEMS],
         "heads": _heads(view, name, tuple(t.shape)),
     }
+
+
+def _derived(subject: Subject, query: Query, part: View, name: str) -> Iterator[dict[str, str]]:
+    """Yield what a page can show besides the tensor: the last step, and the change since the step before."""
+    if part.state in ("weights", "fp32"):
+        with suppress(DataError):
+            if subject.last_steps(part, name).steps:
+                yield {"of": "update", "label": "last step"}
+    before = subject.before(query)
+    t = part.exact(name)
+    if before is not None and t is not None and t.spec.dtype.is_floating_point and subject.run is not None:
+        old = subject.run.at(before)
+        held = old if old.state == part.state else old.states.get(part.state)
+        same = None if held is None else held.exact(name)
+        if same is not None and same.shape == t.shape:
+            yield {"of": "change", "label": f"change since {before}"}
+
+
+def _assumed(subject: Subject, query: Query, part: View, name: str) -> tuple[Problem, ...]:
+    """Return what the update assumes that a request is about."""
+    if query.text("of", "") != "update":
+        return ()
+    return tuple(one for one in subject.last_steps(part, name).index.problems if one.code == "assumed-update")
 
 
 def _in_state(state: str, t: LazyArray) -> dict[str, Any]:
@@ -107,19 +135,26 @@ def _about(t: LazyArray) -> Iterator[tuple[str, str]]:
 
 def _python(subject: Subject, query: Query, view: View, part: View, name: str) -> str:
     """Return the expression of Python that is the tensor, as one would write it."""
+    of, full = query.text("of", ""), part.full_name(name)
     if subject.run is not None:
-        steps = subject.run.steps
-        text = f"lazyckpt.open_run({subject.view.root!r}).at({query.number('step', steps[-1], min(steps), max(steps))})"
+        run, steps = f"lazyckpt.open_run({subject.view.root!r})", subject.run.steps
+        text = f"{run}.at({query.number('step', steps[-1], min(steps), max(steps))})"
     else:
         files = list(view.files)
         path = f"{view.root}/{files[0]}" if len(files) == 1 else view.root
         told = subject.title if subject.kind == "checkpoint" else ""
         text = f"lazyckpt.open({(told or path)!r})"
+    if of == "update":
+        return f"{text}.updates()[{full!r}]"
+    state = ""
     if part.state == STORED:
-        text += ".stored"
+        state = ".stored"
     elif part is not view:
-        text += f".states[{part.state!r}]"
-    return f"{text}[{part.full_name(name)!r}]"
+        state = f".states[{part.state!r}]"
+    if of == "change" and subject.run is not None:
+        old = f"{run}.at({subject.before(query)})"
+        return f"({text}{state}.astype(torch.float64) - {old}{state}.astype(torch.float64))[{full!r}]"
+    return f"{text}{state}[{full!r}]"
 
 
 def _heads(view: View, name: str, shape: tuple[int, ...]) -> dict[str, Any] | None:

@@ -28,11 +28,21 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const [theme, setTheme] = useState<Theme>(keptTheme);
   const [around, setAround] = useState(hostTheme);
   useEffect(() => onHostTheme(() => setAround(hostTheme())), []);
-  const [window_, setWindow] = useState<"help" | "problems" | null>(null);
+  const [printing, setPrinting] = useState(false); // on paper, which is light
   useEffect(() => {
+    const [before, after] = [true, false].map((now) => () => setPrinting(now));
+    addEventListener("beforeprint", before!);
+    addEventListener("afterprint", after!);
+    return () => {
+      removeEventListener("beforeprint", before!);
+      removeEventListener("afterprint", after!);
+    };
+  }, []);
+  const [window_, setWindow] = useState<"help" | "problems" | null>(null);
+  useLayoutEffect(() => {
     const root = frame.current?.closest<HTMLElement>(".lazyckpt-explorer");
     if (!root) return;
-    const shown = theme === "auto" ? around : theme;
+    const shown = printing ? "light" : theme === "auto" ? around : theme;
     if (shown) root.dataset["theme"] = shown;
     else delete root.dataset["theme"];
   });

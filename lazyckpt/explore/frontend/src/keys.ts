@@ -7,6 +7,7 @@ export const KEYS: [string, string][] = [
   ["t", "theme: as the system, light, dark"],
   ["↑ ↓", "next and previous row; cell of a grid"],
   ["→ ←", "open and close a group of the tree; go to its parent"],
+  ["Shift →", "list folded layers one by one"],
   ["Home End", "first and last row"],
   ["a … z", "in the tree: go to the next name that begins so"],
   ["Enter", "choose a row; go on to the tensor's page"],

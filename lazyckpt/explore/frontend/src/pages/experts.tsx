@@ -10,6 +10,7 @@ import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
 import { DataTable, type Column } from "../ui/table";
 import { bytes, grouped } from "../ui/text";
+import { useDark } from "./tensor";
 
 interface Experts {
   layers: number[];
@@ -36,7 +37,7 @@ interface Row {
 }
 
 const VIRIDIS = colourTable("viridis");
-const SIGNED = colourTable("signed");
+const SIGNED = colourTable("signed"), DARK = colourTable("signedDark");
 
 export function ExpertsPage() {
   const { about } = useExplorer();
@@ -71,7 +72,7 @@ function Norms() {
           legend="L2 norm"
           detail={(row, column) => `layer ${value.layers[row]}, expert ${value.experts[column]}\nL2 norm ${text(norms[row * width + column]!)}`}
           mark={(row, column) => rows[row * width + column]!.mark}
-          active={value.layers.includes(layer) ? [value.layers.indexOf(layer), 0] : null}
+          active={value.layers.includes(layer) ? [value.layers.indexOf(layer), -1] : null}
           onCell={(row) => go({ layer: String(value.layers[row]) }, undefined, true)}
         />
       </Figure>
@@ -88,6 +89,7 @@ function Norms() {
 function LikenessOf({ layer }: { layer: number }) {
   const { api, route } = useExplorer();
   const { state, step, side } = route.params;
+  const dark = useDark();
   const { value, error } = useLoaded((signal) => api.json<Likeness>("experts/likeness", { layer, state, step, side }, signal), [layer, state, step, side]);
   if (error) return <Failure error={error} />;
   if (!value) return <p class="quiet">Comparing the experts of layer {layer} …</p>;
@@ -97,7 +99,7 @@ function LikenessOf({ layer }: { layer: number }) {
   const most = Math.max(...Array.from(values, Math.abs).filter((one) => !Number.isNaN(one)), 1e-6);
   const how = value.exact ? "all elements" : `sampled: ${bytes(value.read)} of ${bytes(value.nbytes)}`;
   return (
-    <Figure title={`How alike the experts of layer ${value.layer} are`} note={`cosine of the angle between two experts; ${how}`} name={`likeness of experts in layer ${value.layer}`} python={`lazyckpt.inspect.expert_likeness.expert_likeness(view, ${value.layer})`}>
+    <Figure title={`How alike the experts of layer ${value.layer} are`} note={`cosine of the angle between two experts; ${how}`} name={`likeness of experts in layer ${value.layer}`} python={`from lazyckpt.inspect.expert_likeness import expert_likeness; expert_likeness(view, ${value.layer})`}>
       <Grid
         rows={value.experts.map(String)}
         columns={value.experts.map(String)}
@@ -106,7 +108,8 @@ function LikenessOf({ layer }: { layer: number }) {
         label={`How alike the experts of layer ${value.layer} are`}
         rowTitle="expert"
         columnTitle="expert"
-        colour={(at) => css(SIGNED, at)}
+        key={dark ? "dark" : "light"}
+        colour={(at) => css(dark ? DARK : SIGNED, at)}
         legend="cosine"
         detail={(row, column) => `experts ${value.experts[row]} and ${value.experts[column]}\ncosine ${row === column ? "1" : text(values[row * width + column]!)}`}
       />

@@ -84,6 +84,7 @@ export function RanksPage() {
         python="view.plot.ranks()"
       >
         <Grid
+          numbers
           rows={grid.rows}
           columns={grid.columns}
           values={grid.values}

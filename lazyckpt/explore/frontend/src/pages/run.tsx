@@ -5,7 +5,7 @@ import { useExplorer, useLoaded } from "../context";
 import { shortNumber } from "../ui/axis";
 import { colourTable, css } from "../ui/colours";
 import { Failure } from "../ui/failure";
-import { Figure } from "../ui/figure";
+import { Figure, SaveButtons } from "../ui/figure";
 import { Legend } from "../ui/grid";
 import { LineChart, type Series } from "../ui/line";
 import { Python, pyText } from "../ui/python";
@@ -38,11 +38,14 @@ interface Course {
   values: (number | null)[][];
   alone: (number | null)[] | null;
   errors: Record<string, string>;
+  /** What is odd at some layers and steps: "?" is a tensor that cannot be read, "!" one with NaN or infinite elements. */
+  marks: [layer: number | null, step: number, mark: string][];
 }
 
 const ASKED = 2 ** 30; // bytes of a kind, at all steps, that are read without being asked for
 const FIRST = ["norm", "growth", "change", "drift", "cosine", "towards"]; // the quantities that stand first
 const LOG = new Set(["change", "drift"]);
+const MARKED = [["?", "Not every tensor can be read, or compared, at"], ["!", "There are NaN or infinite elements at"]] as const;
 const VIRIDIS = colourTable("viridis");
 
 export function RunPage() {
@@ -188,9 +191,17 @@ function Panel(props: PartProps) {
   const series = useMemo(() => (loaded.value ? seriesOf(loaded.value) : []), [loaded.value]);
   return (
     <div class="run-panel" ref={box}>
-      <button type="button" class="run-name mono" title={shownName(kind.kind)} onClick={() => go({ kind: kind.kind })}>
-        {shownName(kind.label, 60)}
-      </button>
+      <div class="run-head">
+        <button type="button" class="run-name mono" title={shownName(kind.kind)} onClick={() => go({ kind: kind.kind })}>
+          {shownName(kind.label, 60)}
+        </button>
+        {loaded.value && loaded.value.marks.length > 0 && (
+          <span class="warning" title="some tensors cannot be read or compared, or have NaN or infinite elements: the page of this kind lists them">
+            {[...new Set(loaded.value.marks.map(([, , mark]) => mark))].join(" ")}
+          </span>
+        )}
+        {loaded.value && <SaveButtons of={box} name={`${kind.label}.${quantity}`} />}
+      </div>
       {loaded.error ? (
         <p class="quiet">{loaded.error.message}</p>
       ) : loaded.value && LOG.has(quantity) && series.length > 0 && series.every(({ y }) => Array.from(y).every((one) => !(one > 0))) ? (
@@ -252,6 +263,7 @@ function One(props: PartProps & { view: string }) {
     number("first", `at step ${grouped(found?.steps[0] ?? 0)}`),
   ];
   const errors = Object.entries(found?.errors ?? {});
+  const marks = found?.marks ?? [];
   return (
     <>
       <p>
@@ -289,6 +301,15 @@ function One(props: PartProps & { view: string }) {
           </p>
         )}
       </Figure>
+      {MARKED.map(([mark, text]) => {
+        const here = marks.filter(([, , one]) => one === mark);
+        return here.length > 0 && (
+          <p key={mark} class="warning">
+            {text}: {here.slice(0, 8).map(([layer, at]) => `${layer === null ? "" : `layer ${layer}, `}step ${grouped(at)}`).join("; ")}
+            {here.length > 8 && ` and ${grouped(here.length - 8)} more`}
+          </p>
+        );
+      })}
       {found && series.length > 12 && <Layers kinds={[kind]} />}
       {errors.map(([one, why]) => (
         <p key={one} class="warning">

@@ -21,6 +21,11 @@ const REPORT = 64; // the same in a report
 /** How a report has its pictures: rounded means. */
 export const REPORTED = { rows: REPORT, cols: REPORT, how: "mean", fraction: 11 };
 
+const DERIVED: Record<string, string> = {
+  update: "what the last step of the optimizer added to the weight, computed from its states",
+  change: "this step minus the one before",
+};
+
 interface Layout {
   row_dim: number | null;
   col_dim: number | null;
@@ -30,15 +35,15 @@ interface Layout {
 
 export function TensorPage() {
   const { api, route } = useExplorer();
-  const { name, state, step, side } = route.params;
+  const { name, state, step, side, of } = route.params;
   const facts = useLoaded(
-    (signal) => (name === undefined ? Promise.resolve(undefined) : api.json<Facts>("tensor", { name, state, step, side }, signal)),
-    [name, state, step, side],
+    (signal) => (name === undefined ? Promise.resolve(undefined) : api.json<Facts>("tensor", { name, state, step, side, of }, signal)),
+    [name, state, step, side, of],
   );
   if (name === undefined) return <p class="quiet">Choose a tensor on the page “Tensors”.</p>;
   if (facts.error) return <Failure error={facts.error} />;
   if (!facts.value || facts.value.name !== name) return <p class="quiet">Opening {shownName(name)} …</p>;
-  return <Tensor key={`${name}/${facts.value.state}/${step}/${side}`} facts={facts.value} />;
+  return <Tensor key={`${name}/${facts.value.state}/${step}/${side}/${facts.value.of}`} facts={facts.value} />;
 }
 
 /** How the tensor is drawn, by the parameters of the link. */
@@ -71,7 +76,8 @@ function Tensor({ facts }: { facts: Facts }) {
   const { params } = route;
   const { name } = facts;
   const own = about.sides[params["side"] === "b" ? 1 : 0]?.state;
-  const common = { name, state: params["state"], step: params["step"], side: params["side"] };
+  const common = { name, state: params["state"], step: params["step"], side: params["side"], of: params["of"] };
+  const derived = api.live ? facts.derived : [];
   const plane = useMemo(() => planeOf(facts, params), [facts, params["dims"], params["at"]]);
   const { size } = plane;
   const [marks, setMarks] = useState<Mark[]>([]);
@@ -98,17 +104,22 @@ function Tensor({ facts }: { facts: Facts }) {
         <span class="quiet">
           {facts.short} [{facts.shape.map(grouped).join(", ")}] · {grouped(facts.numel)} elements · {bytes(facts.nbytes)}
         </span>
-        {facts.states.length > 1 && (
+        {facts.states.length + derived.length > 1 && (
           <span role="group" aria-label="state">
             {facts.states.map((one) => (
               <button
                 key={one.name}
                 type="button"
                 class="small"
-                aria-pressed={one.name === facts.state}
-                onClick={() => go({ state: one.name === own ? undefined : one.name, view: params["view"] })}
+                aria-pressed={one.name === facts.state && !facts.of}
+                onClick={() => go({ state: one.name === own ? undefined : one.name, of: undefined, view: params["view"] })}
               >
                 {shownName(one.name)}
+              </button>
+            ))}
+            {derived.map(({ of, label }) => (
+              <button key={`of ${of}`} type="button" class="small" title={DERIVED[of]} aria-pressed={of === facts.of} onClick={() => go({ of, view: params["view"] })}>
+                {label}
               </button>
             ))}
           </span>
@@ -164,11 +175,13 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     [facts, exact],
   );
   const layout = useLoaded((signal) => (api.holds("tensor/layout", common) ? api.json<Layout>("tensor/layout", common, signal) : Promise.resolve(null)), [facts]);
+  const [wide, setWide] = useState(false); // whether norms are wanted that take long
+  const cheap = facts.nbytes <= 64 << 20;
   const norms = useLoaded(async (signal) => {
-    if (!api.live || facts.nbytes > 64 << 20) return null;
+    if (!api.live || !(cheap || wide)) return null;
     const { arrays } = await api.packed("tensor/norms", { ...common, ...plane.query, rows: 512, cols: 512 }, signal);
     return arrays;
-  }, [facts]);
+  }, [facts, wide]);
   const values = useMemo(() => {
     const found = root.value;
     if (!found) return new Float64Array(0);
@@ -217,7 +230,7 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     </>
   );
   return (
-    <Figure title="Values" note={note} name={`${facts.name}.values`} python={python}>
+    <Figure title={facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={`${facts.name}.values`} python={python}>
       <div class="tensor-tools">
         {api.live && option("how", "cells show", [["mean", "mean"], ["absmax", "largest |x|"], ["min", "minimum"], ["max", "maximum"]], how)}
         {option("scale", "colours", [["linear", "linear"], ["symlog", "symmetric log"], ["quantile", "quantiles"]], kind)}
@@ -253,6 +266,12 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
             ranks
           </label>
         )}
+        {api.live && !cheap && !norms.value && plane.ndim > 0 && (
+          <button type="button" class="small" title="norms of rows and columns, beside the picture" onClick={() => setWide(!wide)}>
+            {wide ? "Stop the norms" : `Norms in the margins (reads ${bytes(facts.nbytes)})`}
+          </button>
+        )}
+        {norms.error && wide && <span class="error">{norms.error.message}</span>}
       </div>
       {root.error ? (
         <Failure error={root.error} />
@@ -273,7 +292,7 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
             table={table}
             part={partOf(params["view"])}
             onPart={(part) => go({ view: part && partText(part) }, undefined, true)}
-            label={`Heat map of ${shownName(facts.name)}`}
+            label={`Heat map of ${shownName(facts.name)}, ${grouped(size.height)} by ${grouped(size.width)}, values ${shortNumber(full[0])} to ${shortNumber(full[1])}`}
             rowTitle={plane.row === null ? (plane.wrap ? `rows of ${grouped(plane.wrap)}` : "") : `dimension ${plane.row}`}
             colTitle={plane.col === null ? "" : `dimension ${plane.col}`}
             indexText={indexText}

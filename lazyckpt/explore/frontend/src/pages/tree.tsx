@@ -5,6 +5,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { Card } from "../tree/card";
 import { computeNorms, IDLE, keptNorms, loadMarks, loadState, LOST, PROBLEM, TIED, type Marks, type Norms, type State } from "../tree/load";
+import { upTo } from "../tree/names";
 import { Tree } from "../tree/nodes";
 import { openAtFirst, openTo, visibleRows, type Row, type Weight } from "../tree/rows";
 import { NormSums, Sums } from "../tree/sums";
@@ -39,10 +40,10 @@ function TreeOf({ state }: { state: State }) {
 
   const whole = useMemo(() => new Tree(state.names, state.kind, null, state.kindText), [state]);
   const found = useMemo(() => state.names.search(q), [state, q]);
-  const tree = useMemo(() => (found ? new Tree(state.names, state.kind, found, state.kindText) : whole), [found, whole]);
+  const tree = useMemo(() => (found && found.length < whole.count ? new Tree(state.names, state.kind, found, state.kindText) : whole), [found, whole]);
   const sums = useMemo(() => new Sums(tree, state), [tree]);
   const normSums = useMemo(() => norms && new NormSums(tree, norms, state), [tree, norms]);
-  const first = useMemo(() => openAtFirst(tree, found ? 400 : undefined), [tree]);
+  const first = useMemo(() => openAtFirst(tree, tree === whole ? undefined : 400), [tree]);
   const open = useMemo(() => (opened === undefined ? first : keysOf(opened)), [opened, first]);
   const unfolded = useMemo(() => keysOf(each), [each]);
   const weight = useMemo<Weight>(() => weightOf(sort, sums, state, tree, normSums), [sort, sums, normSums]);
@@ -94,7 +95,10 @@ function TreeOf({ state }: { state: State }) {
     else if (event.key === "End") to(rows.length - 1);
     else if (event.key === "PageDown") to(active + 20);
     else if (event.key === "PageUp") to(active - 20);
-    else if (event.key === "ArrowRight" && row && !row.leaf) {
+    else if (event.key === "ArrowRight" && event.shiftKey && row?.numbers) {
+      event.preventDefault();
+      unfold(row);
+    } else if (event.key === "ArrowRight" && row && !row.leaf) {
       if (row.open) to(active + 1);
       else {
         event.preventDefault();
@@ -153,7 +157,7 @@ function TreeOf({ state }: { state: State }) {
               toggle(row);
             }}
           />
-          <span class="tree-label mono">{labelOf(row)}</span>
+          <span class="tree-label mono" title={labelOf(row)}>{labelOf(row)}</span>
           {row.numbers && (
             <span class="tree-fold">
               {grouped(row.copies.length / (row.parent >= 0 ? rows[row.parent]!.copies.length : 1))} alike
@@ -166,7 +170,7 @@ function TreeOf({ state }: { state: State }) {
           )}
           <MarksOf marks={marks} norms={norms} row={row} tree={tree} sums={sums} />
           {row.numbers && (
-            <button type="button" tabIndex={-1} class="tree-each" title="list each of them" onClick={(event) => { event.stopPropagation(); unfold(row); }}>
+            <button type="button" tabIndex={-1} class="tree-each" title="list each of them (Shift →)" onClick={(event) => { event.stopPropagation(); unfold(row); }}>
               list each
             </button>
           )}
@@ -434,7 +438,7 @@ export function keysOf(text: string): Set<string> {
 }
 
 function saveNames(state: State, found: Uint32Array | null, norms: Norms | null): void {
-  const numbers = found ?? Uint32Array.from({ length: state.names.count }, (_, n) => n);
+  const numbers = found ?? upTo(state.names.count);
   const rows = Array.from(numbers, (n) => [
     state.names.name(n),
     state.kindOf(n).dtype,

@@ -27,6 +27,9 @@ export interface Facts {
   spectrum: boolean;
   state: string;
   states: { name: string; short: string; shape: number[] }[];
+  /** "" for the tensor itself; else what of it is shown, one of `derived`. */
+  of: string;
+  derived: { of: string; label: string }[];
   owner: string | null;
   about: [string, string][];
   python: string;

@@ -30,17 +30,19 @@ export class State {
   readonly tied: ReadonlyMap<number, string>;
   readonly twice: ReadonlySet<number>;
   readonly unreadable: [string, string][];
-  private readonly numels: number[];
+  private readonly numels: Float64Array;
+  private readonly sizes: Float64Array;
 
   constructor({ header, arrays }: { header: Header; arrays: Record<string, Numbers> }) {
-    const text = new TextDecoder().decode(arrays["text"]);
-    this.names = new Names(text, header.count, numbered(header.odd));
+    const utf8 = arrays["text"] as Uint8Array;
+    this.names = new Names(new TextDecoder("utf-8", { ignoreBOM: true }).decode(utf8), header.count, numbered(header.odd), utf8);
     this.kinds = header.kinds;
     this.kind = arrays["kind"]!;
     this.tied = numbered(header.tied);
     this.twice = new Set(header.twice);
     this.unreadable = header.unreadable;
-    this.numels = header.kinds.map(({ shape }) => shape.reduce((a, b) => a * b, 1));
+    this.numels = Float64Array.from(header.kinds, ({ shape }) => shape.reduce((a, b) => a * b, 1));
+    this.sizes = this.numels.map((numel, kind) => numel * header.kinds[kind]!.itemsize);
   }
 
   /** The shape and dtype as text. */
@@ -58,7 +60,7 @@ export class State {
   }
 
   bytes(n: number): number {
-    return this.numel(n) * this.kindOf(n).itemsize;
+    return this.sizes[this.kind[n]!]!;
   }
 }
 

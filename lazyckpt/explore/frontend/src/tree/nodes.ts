@@ -4,7 +4,7 @@ import type { Names } from "./names";
 
 const LEVELS = 100; // deeper levels share one label
 const ALIKE = 4; // the fewest siblings that are folded into one row
-const COMPARED = 50_000; // the most names that are compared letter by letter, which takes time at every key
+const COMPARED = 20_000; // the most names that are compared letter by letter, which takes time at every key
 const SORTED = 50_000; // the most siblings that are put into natural order
 
 /** A node: names from `low` to `high` (places in the tree's order) lie below it, and `leaf` is its own, or -1. */
@@ -85,7 +85,9 @@ export class Tree {
       }
     }
     const children = [...found.values()];
-    return children.length <= SORTED ? children.sort((a, b) => natural(a.label, b.label)) : children;
+    if (children.length > SORTED) return children;
+    const parts = new Map(children.map((child) => [child, partsOf(child.label)]));
+    return children.sort((a, b) => ordered(parts.get(a)!, parts.get(b)!));
   }
 
   /** The first place from `low` on whose name does not begin with the prefix, which that of `low` does. */
@@ -248,15 +250,26 @@ function numbersOf(nodes: Node[]): string {
 
 /** Orders "layers.9" before "layers.10". */
 export function natural(a: string, b: string): number {
-  const x = Number(a), y = Number(b);
-  if (/^\d+$/.test(a) && /^\d+$/.test(b) && x !== y) return x - y;
-  const left = a.match(/\d+|\D+/g) ?? [], right = b.match(/\d+|\D+/g) ?? [];
+  return ordered(partsOf(a), partsOf(b));
+}
+
+/** A text as numbers and what stands between them. */
+function partsOf(text: string): string[] {
+  return text.match(/\d+|\D+/g) ?? [];
+}
+
+function ordered(left: string[], right: string[]): number {
   for (let n = 0; n < Math.min(left.length, right.length); n += 1) {
     const p = left[n]!, q = right[n]!;
     if (p === q) continue;
-    const numbers = /^\d/.test(p) && /^\d/.test(q);
+    const numbers = isDigit(p) && isDigit(q);
     if (numbers && Number(p) !== Number(q)) return Number(p) - Number(q);
     return p < q ? -1 : 1;
   }
-  return left.length - right.length || (a < b ? -1 : a > b ? 1 : 0);
+  return left.length - right.length;
+}
+
+function isDigit(text: string): boolean {
+  const c = text.charCodeAt(0);
+  return c >= 48 && c <= 57;
 }

@@ -20,11 +20,16 @@ export class Sums {
   ) {
     this.numels = new Float64Array(tree.count + 1);
     this.sizes = new Float64Array(tree.count + 1);
+    const any = state.twice.size > 0;
+    let numel = 0, size = 0;
     for (let place = 0; place < tree.count; place += 1) {
       const n = tree.at(place);
-      const counted = !state.twice.has(n);
-      this.numels[place + 1] = this.numels[place]! + (counted ? state.numel(n) : 0);
-      this.sizes[place + 1] = this.sizes[place]! + (counted ? state.bytes(n) : 0);
+      if (!any || !state.twice.has(n)) {
+        numel += state.numel(n);
+        size += state.bytes(n);
+      }
+      this.numels[place + 1] = numel;
+      this.sizes[place + 1] = size;
     }
   }
 

@@ -29,11 +29,14 @@ test("a search finds what looking at each name finds", () => {
   let seed = 7;
   const random = (n: number) => (seed = (seed * 1103515245 + 12345) & 0x7fffffff) % n;
   const list = [...new Set(Array.from({ length: 3000 }, () => Array.from({ length: 1 + random(4) }, () => ["a", "b", "ab", "q_proj", "10", "2"][random(6)]).join(".")))];
-  const names = namesOf(list);
-  for (const query of ["a", "ab", "q_proj 10", "*.ab", "a*2", "[ab].*", "[!a].2", "b.b b"]) {
-    const tests = query.split(" ").map((word) => (/[*?[]/.test(word) ? (s: string) => globOf(word).test.test(s) : (s: string) => s.includes(word)));
-    const wanted = [...list].sort().filter((name) => tests.every((one) => one(name)));
-    assert.deepEqual(Array.from(names.search(query)!, (n) => names.name(n)), wanted, query);
+  const all = [list, list.map((name) => name.replaceAll("b", "B")), list.map((name) => name.replaceAll("2", "\u00e9\ud83d\ude00"))];
+  for (const some of all) {
+    const names = namesOf(some);
+    for (const query of ["a", "ab", "b.b.b", "q_proj 10", "*", "*.ab", "a*2", "ab.*", "*a*", "*b.a*", "**2", "a*a*b", "[ab].*", "[!a].2", "b.b b", "\u00e9"]) {
+      const tests = query.split(" ").map((word) => (/[*?[]/.test(word) ? (s: string) => globOf(word).test.test(s) : (s: string) => s.includes(word)));
+      const wanted = [...some].sort().filter((name) => tests.every((one) => one(name.toLowerCase())));
+      assert.deepEqual(Array.from(names.search(query)!, (n) => names.name(n)), wanted, query);
+    }
   }
 });
 

@@ -1,6 +1,6 @@
 // A grid of coloured cells with labels, a tooltip and a legend.
 
-import { useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { logTicks, shortNumber, ticks } from "./axis";
 import "./grid.css";
 
@@ -25,25 +25,37 @@ interface Props {
   /** A sign on a cell, such as "!". */
   mark?(row: number, column: number): string;
   onCell?(row: number, column: number): void;
+  /** The cell that is chosen; the column -1 is for the whole row. */
   active?: [number, number] | null;
   legend: string;
   /** What numbers of the legend are round in: 1024 for bytes. */
   unit?: number;
-  width?: number;
+  /** Whether the cells have their numbers on them, where these fit. */
+  numbers?: boolean;
 }
 
 const LABELS = 11; // height of labels, in pixels
 
 export function Grid(props: Props) {
-  const { rows, columns, values, label, rowTitle, columnTitle, colour, log = false, detail, mark, onCell, active, legend } = props;
+  const { rows, columns, values, label, rowTitle, columnTitle, colour, log = false, detail, mark, onCell, active, legend, numbers = false } = props;
   const format = props.format ?? shortNumber;
   const svg = useRef<SVGSVGElement>(null);
   const [at, setAt] = useState<[number, number] | null>(null);
   const [keys, setKeys] = useState(false);
   const [low, high] = props.range ?? rangeOf(values, log);
-  const width = props.width ?? 960;
+  const outer = useRef<HTMLDivElement>(null);
+  const [width, setWidth] = useState(960);
+  useLayoutEffect(() => {
+    const measure = () => setWidth(Math.max(300, Math.min(1400, outer.current!.clientWidth || 960)));
+    const observer = new ResizeObserver(measure);
+    observer.observe(outer.current!);
+    measure();
+    return () => observer.disconnect();
+  }, []);
   const side = { left: Math.min(220, 12 + 6.4 * Math.max(...rows.map((r) => r.length), 1)) + (rowTitle ? 18 : 0), top: 8, bottom: columnTitle ? 36 : 22 };
-  const cell = { w: Math.max(3, Math.min(44, (width - side.left - 8) / columns.length)), h: Math.max(5, Math.min(26, 640 / rows.length)) };
+  const cell = { w: Math.max(3, Math.min(numbers ? 64 : 44, (width - side.left - 8) / columns.length)), h: Math.max(5, Math.min(26, 640 / rows.length)) };
+  if (cell.w > 4) cell.w = Math.floor(cell.w); // else seams show between cells
+  if (cell.h > 5) cell.h = Math.floor(cell.h);
   const box = { w: side.left + cell.w * columns.length + 8, h: side.top + cell.h * rows.length + side.bottom };
   const gap = Math.min(cell.w, cell.h) > 8 ? 1 : 0;
   const share = (value: number) => {
@@ -75,35 +87,51 @@ export function Grid(props: Props) {
   const rowStep = every(rows.length, cell.h, LABELS + 2);
   const columnStep = every(columns.length, cell.w, 8 + 6.2 * Math.max(...columns.map((c) => c.length), 1));
   const scale = svg.current ? svg.current.getBoundingClientRect().width / box.w : 1;
-  const cells = [];
-  for (let r = 0; r < rows.length; r += 1) {
-    for (let c = 0; c < columns.length; c += 1) {
-      const value = values[r * columns.length + c]!;
-      cells.push(
-        <rect
-          key={r * columns.length + c}
-          class={shown(value) ? undefined : "grid-none"}
-          x={side.left + c * cell.w}
-          y={side.top + r * cell.h}
-          width={cell.w - gap}
-          height={cell.h - gap}
-          fill={shown(value) ? colour(share(value)) : undefined}
-        />,
-      );
-      const sign = mark?.(r, c);
-      if (sign) {
+  // cells that are nearly alike have one quiet colour; numbers stand in the cells if they are asked for and fit
+  const quiet = alike(values);
+  const texts = numbers || quiet ? Array.from(values, (value) => (shown(value) ? format(value) : "")) : [];
+  const longest = texts.reduce((n, text) => Math.max(n, text.length), 0);
+  const written = longest > 0 && cell.w > 6.2 * longest + 4 && cell.h > LABELS + 2;
+  // going over the cells draws none of them anew
+  const cells = useMemo(() => {
+    const cells = [];
+    for (let r = 0; r < rows.length; r += 1) {
+      for (let c = 0; c < columns.length; c += 1) {
+        const value = values[r * columns.length + c]!;
         cells.push(
-          <text key={`m${r * columns.length + c}`} class="grid-mark" x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
-            {sign}
-          </text>,
+          <rect
+            key={r * columns.length + c}
+            class={shown(value) ? undefined : "grid-none"}
+            x={side.left + c * cell.w}
+            y={side.top + r * cell.h}
+            width={cell.w - gap}
+            height={cell.h - gap}
+            fill={!shown(value) ? undefined : quiet ? "var(--alike)" : colour(share(value))}
+          />,
         );
+        if (written && shown(value) && !mark?.(r, c)) {
+          cells.push(
+            <text key={`n${r * columns.length + c}`} class="grid-number" style={quiet ? undefined : { fill: share(value) > BRIGHT ? "#111" : "#fff" }} x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
+              {texts[r * columns.length + c]}
+            </text>,
+          );
+        }
+        const sign = mark?.(r, c);
+        if (sign) {
+          cells.push(
+            <text key={`m${r * columns.length + c}`} class="grid-mark" x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
+              {sign}
+            </text>,
+          );
+        }
       }
     }
-  }
+    return cells;
+  }, [values, rows, columns, low, high, box.w, box.h, log]);
   const frame = (pair: [number, number] | null | undefined, kind: string) =>
-    pair && <rect class={kind} x={side.left + pair[1] * cell.w - 0.5} y={side.top + pair[0] * cell.h - 0.5} width={cell.w - gap + 1} height={cell.h - gap + 1} />;
+    pair && <rect class={kind} x={side.left + Math.max(0, pair[1]) * cell.w - 0.5} y={side.top + pair[0] * cell.h - 0.5} width={(pair[1] < 0 ? columns.length : 1) * cell.w - gap + 1} height={cell.h - gap + 1} />;
   return (
-    <div class="grid">
+    <div class="grid" ref={outer}>
       <div class="grid-box">
         <svg
           ref={svg}
@@ -112,7 +140,7 @@ export function Grid(props: Props) {
           width={box.w}
           height={box.h}
           role="application"
-          aria-label={`${label}. Arrow keys go from cell to cell.`}
+          aria-label={`${label}. ${rows.length} by ${columns.length} cells${low <= high ? `, ${format(low)} to ${format(high)}` : ""}. Arrow keys go from cell to cell.`}
           tabIndex={0}
           onKeyDown={onKey}
           onMouseMove={(event) => {
@@ -159,7 +187,13 @@ export function Grid(props: Props) {
       <span class="sr-only" aria-live="polite">
         {keys && at ? detail(...at) : ""}
       </span>
-      <Legend {...{ low, high, log, colour, format, title: legend, unit: props.unit }} />
+      {quiet ? (
+        <p class="quiet grid-alike">
+          {legend}: {[...new Set([format(quiet[0]), format(quiet[1])])].join(" to ")}
+        </p>
+      ) : (
+        <Legend {...{ low, high, log, colour, format, title: legend, unit: props.unit }} />
+      )}
     </div>
   );
 }
@@ -193,6 +227,15 @@ export function Legend({ low, high, log = false, colour, format = shortNumber, t
       </div>
     </div>
   );
+}
+
+const NEAR = 0.01;
+const BRIGHT = 0.55; // from this share on, the colours are bright
+
+/** The smallest and the largest value, if they are so near each other that colours would say nothing. */
+function alike(values: ArrayLike<number>): [number, number] | null {
+  const [low, high] = rangeOf(values, false);
+  return low <= high && high - low <= NEAR * Math.max(Math.abs(low), Math.abs(high)) ? [low, high] : null;
 }
 
 function rangeOf(values: ArrayLike<number>, log: boolean): [number, number] {

@@ -194,6 +194,10 @@ export function HeatMap(props: Props) {
   }, [props.part && partText(props.part)]);
   useEffect(() => show(view.current, false), [inner]);
   useEffect(draw);
+  useLayoutEffect(() => {
+    // on paper the colours change at once
+    if (canvas.current) paint(canvas.current, now.current, view.current, inner, tiles.current, version, near);
+  }, [table]);
   useEffect(
     () => () => {
       cancelAnimationFrame(frame.current);

@@ -48,6 +48,8 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
     }
   }
   if (!Number.isFinite(xLow)) return <p class="quiet">There are no numbers to draw.</p>;
+  const many = series.length === 1 ? "One line" : `${series.length} lines`;
+  const said = `${label}. ${many}, ${xLabel} ${shortNumber(xLow)} to ${shortNumber(xHigh)}, values ${shortNumber(yLow)} to ${shortNumber(yHigh)}.`;
   if (xLow === xHigh) [xLow, xHigh] = [xLow - 0.5, xHigh + 0.5];
   if (log) {
     yLow /= 1.15;
@@ -99,7 +101,7 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
         class={`picture${onPoint ? " chart-click" : ""}`}
         viewBox={`0 0 ${width} ${height}`}
         role="img"
-        aria-label={label}
+        aria-label={said}
         onMouseMove={seek}
         onMouseLeave={() => setNear(null)}
         onClick={() => near && onPoint?.(near.series, near.index)}

@@ -23,8 +23,11 @@ export function count(n: number): string {
   return unit === 0 ? String(n) : `${n >= 100 ? n.toFixed(0) : n >= 10 ? n.toFixed(1) : n.toFixed(2)}${COUNTS[unit]}`;
 }
 
+/** 1,234,567 for 1234567. */
 export function grouped(n: number): string {
-  return n.toLocaleString("en-US");
+  const [whole = "", part] = String(Math.round(n * 1000) / 1000).split(".");
+  const found = whole.replace(/\B(?=(\d{3})+$)/g, ",");
+  return part ? `${found}.${part}` : found;
 }
 
 export const UNSAFE = /[\p{Cc}\p{Cf}\p{Co}\p{Cs}\p{Zl}\p{Zp}]/gu;
@@ -32,7 +35,7 @@ const LONGEST = 300;
 
 /** A name from a file as one harmless line: control and direction characters are escaped, the middle of long ones left out. */
 export function shownName(name: string, longest = LONGEST): string {
-  const safe = name.replace(UNSAFE, (c) => `\\u{${c.codePointAt(0)!.toString(16)}}`);
+  const safe = /^[ -~]*$/.test(name) ? name : name.replace(UNSAFE, (c) => `\\u{${c.codePointAt(0)!.toString(16)}}`);
   return safe.length <= longest ? safe : `${safe.slice(0, longest / 2)}…${safe.slice(-longest / 2)}`;
 }
 
