@@ -71,7 +71,7 @@ def tensor(subject: Subject, query: Query) -> dict[str, Any]:
         "wrap": None if numbers is None else good_wrap(numbers),
         "bits": has_bits(dtype),
         "complex": dtype.is_complex,
-        "spectrum": numbers is not None and len(numbers) == len(t.shape) >= 2 and min(t.shape[-2:]) <= LIMIT,
+        "spectrum": dtype.is_number and t.ndim >= 2 and min(t.shape[-2:]) <= LIMIT,
         "state": part.state,
         "states": [
             _in_state(state, held) for state, one in view.states.items() if (held := one.exact(name)) is not None
