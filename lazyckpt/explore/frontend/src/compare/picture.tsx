@@ -54,7 +54,9 @@ function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
     if (plane.ndim === 1) return `[${row * (plane.wrap ?? 0) + col}]`;
     return `[${Array.from({ length: plane.ndim }, (_, n) => (n === plane.row ? row : n === plane.col ? col : (plane.at.get(n) ?? ":"))).join(", ")}]`;
   };
-  const [a, b] = paths.map(pyText) as [string, string];
+  const { state } = params;
+  const part = state === "stored" ? ".stored" : state ? `.states[${pyText(state)}]` : "";
+  const [a, b] = paths.map((path) => `lazyckpt.open(${pyText(path)})${part}`) as [string, string];
   return (
     <Figure
       title="A − B"
@@ -82,7 +84,7 @@ function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
           </button>
         </>
       }
-      python={`(lazyckpt.open(${a}) - lazyckpt.open(${b}))[${pyText(name)}].plot.heatmap()`}
+      python={`(${a} - ${b})[${pyText(name)}].plot.heatmap()`}
     >
       {root.error ? (
         <Failure error={root.error} />
