@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from ..derive.sources import opening_of
 from ..errors import DataError, TensorNotFoundError
 from ..lazy import LazyArray
 from ..namespace import Namespace
@@ -113,6 +114,12 @@ class Subject:
         if found is None:
             raise TensorNotFoundError(f"there is no tensor {name!r:.200} in this state")
         return cast("LazyArray", found)
+
+
+def python_of(subject: Subject, view: View) -> str:
+    """Return the expression of Python for a checkpoint of a subject: the call that opens it, or a variable's name if
+    the explorer was given a view that no such call returns."""
+    return opening_of(view) or ("other" if view is subject.other else "view")
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,10 +102,10 @@ def expert_likeness(
         many = max(1, _BLOCK // (8 * width * len(experts)))
         many = 1 if step > 1 and rows >= step * 4 else many
         stride = many * step if step > 1 else many
-        for at in range(0, rows, stride):
+        for start in range(0, rows, stride):
             check()
-            stop = min(at + many, rows)
-            blocks = [each[expert].lazy[at:stop][...] if first.ndim else each[expert][...] for expert in experts]
+            stop = min(start + many, rows)
+            blocks = [each[expert].lazy[start:stop][...] if first.ndim else each[expert][...] for expert in experts]
             read += sum(block.nbytes for block in blocks)
             vectors = torch.stack([_numbers(block) for block in blocks])
             gram += vectors @ vectors.T

@@ -19,7 +19,7 @@ from ...inspect.layers import arranged
 from ...lazy import LazyArray
 from ...show.differences import changed_prefix
 from ..query import Query
-from ..subject import Subject, View, Wanted
+from ..subject import Subject, View, Wanted, python_of
 from .values import picture
 
 _AT_ONCE = 64 << 20  # bytes of both checkpoints that an answer compares
@@ -56,7 +56,7 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``paths``, where the two are; ``names``, how many there are in both together; ``both``, how many tensors can be
+        ``paths``, where the two are; ``python``, the expressions that open them; ``names``, how many there are in both together; ``both``, how many tensors can be
         compared; ``nbytes``, how much that reads; ``counts``, status -> number of names; ``changed``, at most 5,000
         lists of name, status, and dtype and shape (or the reason why it cannot be read) on both sides;
         ``changed_in_all``; ``prefix``, null or what all names of one checkpoint have in front in the other, and their
@@ -75,6 +75,7 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     listed += [[row.name, row.status, row.a, row.b] for row in changed[:_CHANGED]]
     return {
         "paths": [printable(place_of(view)) for view in (subject.view, subject.other) if view is not None],
+        "python": [python_of(subject, view) for view in (subject.view, subject.other) if view is not None],
         "names": len(found.names),
         "both": sum(row.status in ("equal", "dtype") for row in found.rows),
         "nbytes": found.ends[-1],

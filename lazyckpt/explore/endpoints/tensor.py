@@ -20,7 +20,7 @@ from ...lazy import LazyArray
 from ...namespace import STORED
 from ...show.layout import drawing, holders, ranges
 from ..query import Query
-from ..subject import Subject, View, Wanted
+from ..subject import Subject, View, Wanted, python_of
 from .drawn import good_wrap
 
 _RANGES = 1000  # maximum number of ranges of files that are listed
@@ -110,10 +110,7 @@ def _python(subject: Subject, query: Query, view: View, part: View, name: str) -
         steps = subject.run.steps
         text = f"lazyckpt.open_run({subject.view.root!r}).at({query.number('step', steps[-1], min(steps), max(steps))})"
     else:
-        files = list(view.files)
-        path = f"{view.root}/{files[0]}" if len(files) == 1 else view.root
-        told = subject.title if subject.kind == "checkpoint" else ""
-        text = f"lazyckpt.open({(told or path)!r})"
+        text = python_of(subject, view)
     if part.state == STORED:
         text += ".stored"
     elif part is not view:

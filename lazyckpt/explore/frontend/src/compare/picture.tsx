@@ -16,17 +16,17 @@ import { grouped, shownName } from "../ui/text";
 
 const MOST = 512; // rows and columns of cells of the whole
 
-export function DifferencePicture({ name, paths }: { name: string; paths: [string, string] }) {
+export function DifferencePicture({ name, python }: { name: string; python: [string, string] }) {
   const { api, route } = useExplorer();
   const { state } = route.params;
   const facts = useLoaded((signal) => api.json<Facts>("tensor", { name, state }, signal), [name, state]);
   if (!api.live) return <p class="quiet">A report holds no pictures of differences: `lazyckpt serve A B` shows them.</p>;
   if (facts.error) return <Failure error={facts.error} />;
   if (!facts.value || facts.value.name !== name) return <p class="compare-wait quiet">reading {shownName(name)} …</p>;
-  return <Picture key={`${name}/${state}`} facts={facts.value} paths={paths} />;
+  return <Picture key={`${name}/${state}`} facts={facts.value} python={python} />;
 }
 
-function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
+function Picture({ facts, python }: { facts: Facts; python: [string, string] }) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { name } = facts;
@@ -56,7 +56,7 @@ function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
   };
   const { state } = params;
   const part = state === "stored" ? ".stored" : state ? `.states[${pyText(state)}]` : "";
-  const [a, b] = paths.map((path) => `lazyckpt.open(${pyText(path)})${part}`) as [string, string];
+  const [a, b] = python.map((view) => view + part) as [string, string];
   return (
     <Figure
       title="A − B"
