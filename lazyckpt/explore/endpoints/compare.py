@@ -56,11 +56,11 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``paths``, where the two are; ``python``, the expressions that open them; ``names``, how many there are in both together; ``both``, how many tensors can be
-        compared; ``nbytes``, how much that reads; ``counts``, status -> number of names; ``changed``, at most 5,000
-        lists of name, status, and dtype and shape (or the reason why it cannot be read) on both sides;
-        ``changed_in_all``; ``prefix``, null or what all names of one checkpoint have in front in the other, and their
-        number; ``kinds`` with their ``labels``; ``layers``.
+        ``paths``, where the two are; ``python``, the expressions that open them; ``names``, how many there are in both
+        together; ``both``, how many tensors can be compared; ``nbytes``, how much that reads; ``counts``, status ->
+        number of names; ``changed``, at most 5,000 lists of name, status, and dtype and shape (or the reason why it
+        cannot be read) on both sides; ``changed_in_all``; ``prefix``, null or what all names of one checkpoint have in
+        front in the other, and their number; ``kinds`` with their ``labels``; ``layers``.
     """
     found = _pairs(subject, query)
     changed = [row for row in found.rows if row.status != "equal"]
