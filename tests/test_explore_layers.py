@@ -104,7 +104,7 @@ def together(tensors: dict[str, torch.Tensor], layer: int, expert: int) -> torch
 def test_experts_have_norms_and_angles(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:
     explorer = Explorer(Subject(saved(mixture, tmp_path / "model.pt")))
     found = asked(explorer, "experts")
-    assert (found["layers"], found["experts"], found["dead"]) == ([0, 1], [0, 1, 2, 3], [[1, 2]])
+    assert (found["layers"], found["experts"], found["dead"]) == (["0", "1"], [0, 1, 2, 3], [["1", 2]])
     for layer in range(2):
         for expert in range(4):
             wanted = float(together(mixture, layer, expert).norm())
@@ -132,6 +132,20 @@ def test_stacked_experts_are_those_of_single_ones(mixture: dict[str, torch.Tenso
     assert asked(two, "experts")["norms"] == [pytest.approx(row) for row in asked(one, "experts")["norms"]]
     first, second = (asked(explorer, "experts/likeness", layer="0")["cosines"] for explorer in (one, two))
     assert second == [pytest.approx(row) for row in first]
+
+
+def test_stacks_of_layers_are_told_apart(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    experts = {name: t for name, t in mixture.items() if ".experts." in name}
+    two = {f"{stack}.{name}": t + n for n, stack in enumerate(("talker", "thinker")) for name, t in experts.items()}
+    explorer = Explorer(Subject(saved(two | {"draft.experts.3.w": torch.full((4,), 2.0)}, tmp_path / "model.pt")))
+    found = asked(explorer, "experts")
+    assert found["layers"] == ["draft", *(f"t{it}er.model.layers.{n}" for it in ("alk", "hink") for n in range(2))]
+    assert found["norms"][0] == ["NaN", "NaN", "NaN", 4.0]
+    assert found["norms"][3][1] == pytest.approx(float((together(mixture, 0, 1) + 1).norm()))
+    assert found["dead"] == [["talker.model.layers.1", 2]]
+    alike = asked(explorer, "experts/likeness", layer="thinker.model.layers.1")
+    x, y = (together(mixture, 1, n) + 1 for n in (0, 3))
+    assert alike["cosines"][0][3] == pytest.approx(float(torch.cosine_similarity(x, y, dim=0)))
 
 
 def test_large_layers_are_sampled(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:

@@ -127,6 +127,17 @@ def test_zarr_and_xarray_read_the_store(server: Server, source: Path) -> None:
     assert torch.equal(torch.from_numpy(values), view[name][...])
 
 
+def test_zarr_lists_the_members_of_groups_whose_names_are_apart(tmp_path: Path) -> None:
+    names = ["a.weight", "b.weight", "a.running_mean", "c", "b.running_mean"]
+    torch.save({name: torch.ones(2) for name in names}, tmp_path / "model.pt")
+    with lazyckpt.serve(tmp_path / "model.pt") as server:
+        found = zarr.open_group(f"{server.address}zarr/weights", mode="r", use_consolidated=False)
+        assert np.asarray(found["a/weight"]).tolist() == [1, 1]
+        root = zarr.open_group(f"{server.address}zarr", mode="r")
+        listed = {path for path, one in root.members(max_depth=None) if isinstance(one, zarr.Array)}
+    assert listed == {f"weights/{name.replace('.', '/')}" for name in names}
+
+
 def test_names_and_dtype_of_the_copy_can_be_others(source: Path) -> None:
     with lazyckpt.serve(source, dtype=torch.bfloat16) as server:
         found = load(httpx.get(f"{server.address}hf/model.safetensors").content)

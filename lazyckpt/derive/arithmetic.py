@@ -306,8 +306,8 @@ def difference(a: Namespace[Any], b: Namespace[Any], name: str) -> tuple[Store, 
                 f"the difference of {name!r}: its elements are {one.dtype.short}, which have no signed difference: "
                 "take a tensor of real numbers"
             )
-    floats = [one if one.dtype.is_floating_point else make("cast", one, dtype=wide) for one in operands]
-    return sources.store, sources.tensor(name, linear(floats, (1.0, -1.0), wide))
+    doubles = [one if one.dtype is wide else make("cast", one, dtype=wide) for one in operands]
+    return sources.store, sources.tensor(name, linear(doubles, (1.0, -1.0), wide))
 
 
 def average(

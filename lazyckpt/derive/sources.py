@@ -12,6 +12,7 @@ from ..core.index import FileInfo, Index
 from ..core.specs import Expr, Input, TensorSpec
 from ..errors import Problem, TensorNotFoundError
 from ..io.storage.base import Store
+from ..io.storage.credentials import without_secrets
 from ..io.storage.joined import Joined, joined
 from ..namespace import Namespace
 
@@ -31,6 +32,25 @@ def place_of(view: Namespace[Any]) -> str:
     """Return where a view is from, for messages: the file if it is of a single one, else the folder."""
     files = list(view._index.files)
     return f"{view.root}/{files[0]}" if len(files) == 1 and not isinstance(view._store, Joined) else view.root
+
+
+_OPENED = "opened by"  # key of `Namespace.kept`
+
+
+def note_opening(view: Namespace[Any], path: str, options: Mapping[str, Any]) -> None:
+    """Remember the path and the options of `lazyckpt.open` that a view was opened with, for `opening_of`. Options that
+    are None are left out; those that are no text cannot be shown."""
+    told = {name: value for name, value in options.items() if value is not None}
+    if all(isinstance(value, str) for value in told.values()):
+        shown = without_secrets(path, {}) if "://" in path else path
+        text = "".join(f", {name}={value!r}" for name, value in told.items())
+        view.kept[_OPENED] = f"lazyckpt.open({shown!r}{text})"
+
+
+def opening_of(view: Namespace[Any]) -> str | None:
+    """Return the call of Python that opens a view; None if the view is derived from others, or if its options cannot be
+    shown."""
+    return view.kept.get(_OPENED)
 
 
 class Sources:

@@ -102,7 +102,8 @@ class Zarr:
     def _root(self) -> bytes:
         """The root's document, with those of all nodes (zarr-python's consolidated metadata) unless there are many."""
         root: dict[str, Any] = json.loads(self._store.document("") or b"{}")
-        nodes = self._store.nodes
+        # zarr-python takes only the last run of siblings: those of a group have to follow each other
+        nodes = sorted(self._store.nodes, key=lambda path: path.rpartition("/")[0])
         if len(nodes) <= _NODES:
             documents = {path: json.loads(self._store.document(path) or b"{}") for path in nodes if path}
             root["consolidated_metadata"] = {"kind": "inline", "must_understand": False, "metadata": documents}

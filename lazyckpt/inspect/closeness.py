@@ -58,7 +58,7 @@ def sums_of(x: torch.Tensor, y: torch.Tensor) -> Sums:
     p, q = _flat(x, planes), _flat(y, planes)
     found = _sums(p, q)
     if not all(map(math.isfinite, found)):
-        odd = ~(torch.isfinite(p) & torch.isfinite(q))
+        odd = _odd(torch.isfinite(p) & torch.isfinite(q), planes)
         found = _sums(p.masked_fill(odd, 0), q.masked_fill(odd, 0))
     return found
 
@@ -68,7 +68,8 @@ def sums_of_equal(x: torch.Tensor) -> Sums:
     p = _flat(x, x.is_complex())
     square = float(p.dot(p))
     if not math.isfinite(square):
-        square = float((p := p.nan_to_num(0, 0, 0)).dot(p))
+        p = p.masked_fill(_odd(torch.isfinite(p), x.is_complex()), 0)
+        square = float(p.dot(p))
     return Sums(square, square, square, 0.0)
 
 
@@ -96,6 +97,11 @@ def _flat(x: torch.Tensor, planes: bool) -> torch.Tensor:
     if not planes:
         return x.to(torch.float64).reshape(-1)
     return torch.view_as_real(x.to(torch.complex128)).reshape(-1)
+
+
+def _odd(finite: torch.Tensor, planes: bool) -> torch.Tensor:
+    """Return which numbers to leave out: of complex ones both parts if one is not finite."""
+    return ~finite if not planes else ~finite.view(-1, 2).all(1).repeat_interleave(2)
 
 
 def _sums(p: torch.Tensor, q: torch.Tensor) -> Sums:

@@ -17,6 +17,7 @@ from ..errors import DataError
 from ..layouts.stages import expert_of
 from ..lazy import LazyArray
 from .expert_norms import parts_of
+from .numbers import number_shape, numbers
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ class Likeness:
     Attributes
     ----------
     layer
-        The number of the layer.
+        The number of the layer, or its name.
     experts
         The numbers of the experts.
     cosines
@@ -46,7 +47,7 @@ class Likeness:
         Bytes that were read, and bytes of all experts of the layer.
     """
 
-    layer: int
+    layer: str
     experts: tuple[int, ...]
     cosines: NDArray[np.float64]
     exact: bool
@@ -56,7 +57,7 @@ class Likeness:
 
 def expert_likeness(
     tensors: Mapping[str, LazyArray],
-    layer: int,
+    layer: int | str,
     most: int = SAMPLE,
     check: Callable[[], None] = lambda: None,
 ) -> Likeness:
@@ -67,7 +68,7 @@ def expert_likeness(
     tensors
         Tensors by full name.
     layer
-        The number of the layer.
+        The number of the layer; its name, such as ``thinker.model.layers.0``, if several stacks of layers have experts.
     most
         Bytes to read at most: above, evenly spaced rows are read.
     check
@@ -76,25 +77,24 @@ def expert_likeness(
     Raises
     ------
     DataError
-        The layer has no experts, or their tensors have different shapes.
+        The layer has no experts, their tensors have different shapes, or elements that are no numbers.
     """
     kinds: dict[str, dict[int, LazyArray]] = {}
     for name, (at, expert), t in parts_of(tensors):
-        if at == layer:
+        if at == str(layer):
             found = expert_of(name)
             kind = found.layer + "*" + found.tail if found is not None else name.rpartition("[")[0]
             kinds.setdefault(kind, {})[expert] = t
     if not kinds:
-        raise DataError(f"layer {layer} has no experts")
+        raise DataError(f"layer {layer} has no experts: expert_norms() lists those that have")
     experts = tuple(sorted({expert for each in kinds.values() for expert in each}))
     for kind, each in kinds.items():
-        if len({tuple(t.shape) for t in each.values()}) > 1 or len(each) < len(experts):
+        if len({number_shape(t) for t in each.values()}) > 1 or len(each) < len(experts):
             raise DataError(f"{kind}: the experts of layer {layer} have different tensors, which have no angle")
     nbytes = sum(t.nbytes for each in kinds.values() for t in each.values())
     step = max(1, -(-nbytes // most))
     gram = torch.zeros(len(experts), len(experts), dtype=torch.float64, device="cpu")
     read = 0
-    exact = True
     for each in kinds.values():
         first = each[experts[0]]
         rows = int(first.shape[0]) if first.ndim else 1
@@ -102,19 +102,19 @@ def expert_likeness(
         many = max(1, _BLOCK // (8 * width * len(experts)))
         many = 1 if step > 1 and rows >= step * 4 else many
         stride = many * step if step > 1 else many
-        for at in range(0, rows, stride):
+        for start in range(0, rows, stride):
             check()
-            stop = min(at + many, rows)
-            blocks = [each[expert].lazy[at:stop][...] if first.ndim else each[expert][...] for expert in experts]
+            stop = min(start + many, rows)
+            blocks = [each[expert].lazy[start:stop][...] if first.ndim else each[expert][...] for expert in experts]
             read += sum(block.nbytes for block in blocks)
             vectors = torch.stack([_numbers(block) for block in blocks])
             gram += vectors @ vectors.T
-        exact = exact and stride == many
     norms = gram.diagonal().sqrt()
     cosines = (gram / torch.outer(norms, norms)).clamp(-1, 1)
-    return Likeness(layer, experts, cosines.numpy(), exact, read, nbytes)
+    return Likeness(str(layer), experts, cosines.numpy(), read == nbytes, read, nbytes)
 
 
 def _numbers(block: torch.Tensor) -> torch.Tensor:
-    numbers = torch.view_as_real(block) if block.is_complex() else block
-    return numbers.to(torch.float64).reshape(-1)
+    if block.is_complex():
+        return torch.view_as_real(block.to(torch.complex128)).reshape(-1)
+    return torch.from_numpy(numbers(block)).to(torch.float64).reshape(-1)

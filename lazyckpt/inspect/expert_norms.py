@@ -42,8 +42,9 @@ def expert_norms(
     Returns
     -------
     Layers
-        The rows (``kinds``) are the layers that have experts, the columns (``layers``) the experts. A mark tells of
-        tensors that cannot be read, or that have NaN or infinities.
+        The rows (``kinds``) are the layers that have experts: their numbers, or names such as
+        ``thinker.model.layers.0`` if several stacks of layers have experts. The columns (``layers``) are the experts. A
+        mark tells of tensors that cannot be read, or that have NaN or infinities.
 
     Raises
     ------
@@ -55,10 +56,11 @@ def expert_norms(
     parts = {key: (cell, t) for key, cell, t in parts_of(tensors)}
     if not parts:
         raise DataError("no tensor of this view is of an expert: there are no norms of experts")
-    cells: dict[tuple[int, int], list[Stats]] = {}
+    cells: dict[tuple[str, int], list[Stats]] = {}
     for one in stats_of_all({key: t for key, (_, t) in parts.items()}, None, executor, memory, progress, check):
         cells.setdefault(parts[one.name][0], []).append(one)
-    layers, experts = (tuple(sorted({cell[k] for cell in cells})) for k in (0, 1))
+    layers = tuple(dict.fromkeys(layer for (layer, _), _ in parts.values()))
+    experts = tuple(sorted({expert for _, expert in cells}))
     values = np.full((len(layers), len(experts)), math.nan)
     marks: dict[tuple[str, int | None], str] = {}
     for (layer, expert), found in cells.items():
@@ -68,17 +70,34 @@ def expert_norms(
         odd = any(one.finite < one.count for one in good)
         mark = "?" if len(good) < len(found) else "!" if odd else ""
         if mark:
-            marks[str(layer), expert] = mark
-    return Layers("norm", tuple(map(str, layers)), experts, values, {}, marks)
+            marks[layer, expert] = mark
+    return Layers("norm", layers, experts, values, {}, marks)
 
 
-def parts_of(tensors: Mapping[str, LazyArray]) -> Iterator[tuple[str, tuple[int, int], LazyArray]]:
-    """Yield a name of its own, layer and expert, and tensor, for each tensor of an expert and slice of a stack."""
+def parts_of(tensors: Mapping[str, LazyArray]) -> Iterator[tuple[str, tuple[str, int], LazyArray]]:
+    """Yield a name of its own, layer and expert, and tensor, for each tensor of an expert and slice of a stack, in the
+    order of the layers. Layers are named as by `expert_norms`."""
+    found: dict[tuple[str, int], list[tuple[str, int | None]]] = {}  # stack and layer -> tensors and experts
     for name, t in tensors.items():
-        layer = layer_and_kind(name)[0] or 0
         expert = expert_of(name)
         if expert is not None:
-            yield name, (layer, expert.number), t
+            found.setdefault(_layer_of(expert.layer), []).append((name, expert.number))
         elif is_stack(name) and t.ndim > 1:
+            found.setdefault(_layer_of(name), []).append((name, None))
+    several = len({stack for stack, _ in found}) > 1
+    for (stack, layer), names in sorted(found.items()):
+        label = str(layer) if not several else f"{stack}{layer}" if stack.endswith(".") else stack
+        for name, number in names:
+            t = tensors[name]
+            if number is not None:
+                yield name, (label, number), t
+                continue
             for n in range(t.shape[0]):
-                yield f"{name}[{n}]", (layer, n), t.lazy[n]
+                yield f"{name}[{n}]", (label, n), t.lazy[n]
+
+
+def _layer_of(name: str) -> tuple[str, int]:
+    """Return the stack of layers that experts belong to, and the number of the layer; 0 of those in no layer."""
+    head = name[: name.rindex(".experts.")]
+    layer, kind = layer_and_kind(f"{head}.")
+    return (head, 0) if layer is None else (kind.partition("*")[0], layer)

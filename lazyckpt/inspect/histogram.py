@@ -151,6 +151,8 @@ class _Bins:
     """Even bins, or for ``powers`` those between powers of two: ``top`` is the exponent of the last edge."""
 
     edges: Array
+    even: bool = False
+    """Whether the edges are those that numpy computes for the first and the last one."""
     powers: int = 0
     top: int = 0
 
@@ -159,11 +161,12 @@ class _Bins:
         low, high = (moments.low, moments.high) if moments.finite else (0.0, 1.0)
         most = max(abs(low), abs(high))
         if not log or most == 0:
-            return cls(even_edges(low, high, bins))
+            edges = even_edges(low, high, bins)
+            return cls(edges, len(edges) == bins + 1 and math.isfinite(float(edges[-1]) - float(edges[0])))
         top = min(math.frexp(most)[1], 1023)
         powers = max(1, min(bins // 2, top + 1074))
         ends = np.ldexp(1.0, np.arange(top - powers, top + 1))
-        return cls(np.concatenate([-ends[::-1], ends]), powers, top)
+        return cls(np.concatenate([-ends[::-1], ends]), False, powers, top)
 
     def count(self, numbers: Array, counts: Array | None = None) -> Array:
         """Count finite numbers; ``counts``: how often each occurs."""
@@ -178,13 +181,13 @@ class _Bins:
             steps[numbers == 0] = 0
             where = self.powers + np.where(numbers < 0, -steps, steps)
             return np.bincount(where, counts, size).astype(np.int64)
-        found, _ = np.histogram(
-            numbers, self.edges if counts is not None else size, self._range(counts), weights=counts
-        )
+        # in float64: of float32 numbers numpy rounds the edges to float32
+        wide = numbers.astype(np.float64, copy=False)
+        if counts is None and self.even:
+            found, _ = np.histogram(wide, size, (float(self.edges[0]), float(self.edges[-1])))
+        else:
+            found, _ = np.histogram(wide, self.edges, weights=counts)
         return found.astype(np.int64)
-
-    def _range(self, counts: Array | None) -> tuple[float, float] | None:
-        return None if counts is not None else (float(self.edges[0]), float(self.edges[-1]))
 
 
 class _Measured:

@@ -38,8 +38,8 @@ def neighbours(
 ) -> list[Neighbour]:
     """Return the rows with the largest cosine to a row of a matrix, the most alike first, without the row itself.
 
-    The matrix is read once. Memory is 16 bytes for each row, and that of the tasks in flight. Rows of zeros, and rows
-    with NaN or infinities, are left out.
+    The matrix is read once. Memory is 16 bytes for each row, and that of the tasks in flight. Rows of zeros, rows
+    with NaN or infinities, and rows whose squares float64 cannot hold are left out.
 
     Parameters
     ----------
@@ -66,8 +66,9 @@ def neighbours(
         raise DataError(f"{t.name!r} has the rows 0 to {shape[0] - 1:,}, and none of number {row:,}")
     if not 0 <= count <= _MOST:
         raise DataError(f"count={count:,}: from 0 to {_MOST:,} rows are listed")
-    own = numbers(t[row]).astype(np.float64)
-    length = float(np.linalg.norm(own))
+    with np.errstate(over="ignore", invalid="ignore"):
+        own = numbers(t[row]).astype(np.float64)
+        length = float(np.linalg.norm(own))
     if not 0 < length < np.inf:
         raise DataError(f"row {row:,} of {t.name!r} is zero or not finite: it has no direction to compare")
     own /= length
@@ -78,10 +79,10 @@ def neighbours(
     fold_all(t, source, partial(_started, own), whole.merge, check, executor, memory)
     with np.errstate(invalid="ignore", divide="ignore"):
         cosines = whole.dots / np.sqrt(whole.squares)
+    cosines[~np.isfinite(cosines) | ~np.isfinite(whole.squares)] = -np.inf
     cosines[row] = -np.inf
-    cosines[~np.isfinite(cosines)] = -np.inf
     order = np.lexsort((np.arange(len(cosines)), -cosines))[:count]
-    return [Neighbour(int(n), min(1.0, float(cosines[n]))) for n in order if np.isfinite(cosines[n])]
+    return [Neighbour(int(n), max(-1.0, min(1.0, float(cosines[n])))) for n in order if np.isfinite(cosines[n])]
 
 
 class _Products:
@@ -93,8 +94,8 @@ class _Products:
 
     def add(self, box: Box, block: Array) -> None:
         at = slice(box.start[0] - self._first, box.stop[0] - self._first)
-        wide = block.astype(np.float64)
         with np.errstate(over="ignore", invalid="ignore"):
+            wide = block.astype(np.float64)
             self.dots[at] += wide @ self._own[box.start[1] : box.stop[1]]
             self.squares[at] += np.square(wide, out=wide).sum(1)
 

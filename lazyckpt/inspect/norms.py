@@ -105,8 +105,8 @@ class _Squares:
     def add(self, box: Box, block: Array) -> None:
         groups = self._groups
         starts = groups.starts(box)
-        squares = block.astype(np.float64)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # numpy warns of signaling NaN, too
+            squares = block.astype(np.float64)
             np.square(squares, out=squares)
             if not np.isfinite(squares.sum()):
                 squares[~np.isfinite(block)] = 0
@@ -216,7 +216,8 @@ class _Largest:
             self._neginf += int((values == -np.inf).sum())
             rest = self._odd - len(self._odd_at)
             self._odd_at = np.concatenate([self._odd_at, self._flat(box, where[:rest])])
-            self._odd_values = np.concatenate([self._odd_values, values[:rest].astype(np.float64)])
+            with np.errstate(invalid="ignore"):  # of signaling NaN
+                self._odd_values = np.concatenate([self._odd_values, values[:rest].astype(np.float64)])
         least = abs(self._values[-1]) if len(self._values) == self._count and self._count else -1.0
         if not self._count or (good is None and top <= least):
             return

@@ -79,15 +79,14 @@ def numbers(block: torch.Tensor, room: Array | None = None) -> Array:
         return found
     if dtype.is_complex:
         with np.errstate(over="ignore", invalid="ignore"):
-            sizes: Array = np.abs(block.to(torch.complex128).resolve_conj().numpy())
-            return sizes
+            sizes = np.abs(block.to(torch.complex128).resolve_conj().numpy())
+            return np.asarray(sizes)  # of one number without dimensions numpy makes a scalar
     if dtype.itemsize == 1 and dtype.is_floating_point:
         codes = block.view(torch.uint8).numpy()
         if dtype == torch.float4_e2m1fn_x2:
             pairs: Array = _PAIRS[codes].reshape(*codes.shape[:-1], 2 * codes.shape[-1])
             return pairs
-        values: Array = _table(dtype)[codes]
-        return values
+        return np.asarray(_table(dtype)[codes])
     wide = dtype.itemsize > 2
     kind = np.dtype(np.float64 if wide else np.float32)
     if room is None:

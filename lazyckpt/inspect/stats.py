@@ -48,7 +48,6 @@ else:
 # -- Singular values of a matrix that is not in memory.
 
 LIMIT = 8192  # the smaller of rows and columns: their Gram matrix takes 512 MiB, its eigenvalues minutes
-ACCURACY = 1.5e-8  # relative to the largest value: the root of float64's rounding error
 _PIECE = 32 << 20  # bytes of a block of rows, as float64
 
 
@@ -57,9 +56,8 @@ def singular_values(tensor: LazyArray, check: Callable[[], None] | None = None) 
 
     They are the roots of the eigenvalues of the smaller side's Gram matrix, which is summed in float64 over blocks of
     the larger side. Every element is read once. Memory is that of the Gram matrix (8 bytes times the square of the
-    smaller side, and twice that for its eigenvalues) and some 100 MiB. Squaring loses half of the digits: values are
-    accurate to about 1.5e-8 of the largest one (`ACCURACY`), and smaller values are noise. ``check`` is called between
-    blocks; what it raises ends the work.
+    smaller side, and twice that for its eigenvalues) and some 100 MiB. Squaring loses half of the digits: values below
+    `noise` are noise. ``check`` is called between blocks; what it raises ends the work.
 
     Raises DataError if the tensor is not a matrix, if its smaller side is above 8,192 (`LIMIT`), or if it has a NaN or
     an infinity; and what reading raises.
@@ -91,6 +89,16 @@ def singular_values(tensor: LazyArray, check: Callable[[], None] | None = None) 
         raise DataError(f"{tensor.name!r} has NaN or infinities, or is too large for float64: t.stats() counts them")
     squares: torch.Tensor = torch.linalg.eigvalsh(gram)  # ascending; rounding may leave some below zero
     return squares.clamp_(min=0).sqrt_().flip(0)
+
+
+def noise(values: torch.Tensor) -> float:
+    """Return the number below which singular values that `singular_values` returned are noise: the root of float64's
+    rounding error in the sum of as many squares as there are values, in units of the largest one.
+
+    >>> f"{noise(torch.ones(64)):.1e}"
+    '1.2e-07'
+    """
+    return math.sqrt(values.numel() * math.ulp(1.0)) * float(values[0]) if values.numel() else 0.0
 
 
 # -- Statistics of tensors.

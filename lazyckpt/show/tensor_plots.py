@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.names import natural
 from ..core.units import human_bytes
-from ..inspect.stats import ACCURACY, Bins, singular_values, stats_of
+from ..inspect.stats import Bins, noise, singular_values, stats_of
 from ..lazy import LazyArray
 from .layout import Cell, drawing
 from .style import (
@@ -78,7 +78,8 @@ def _in_thousands(axis: Any) -> None:
 def spectrum(t: LazyArray, ax: Axes | None) -> Axes:
     """See `TensorPlots.singular_values`."""
     import_matplotlib()
-    values = singular_values(t).numpy()
+    found = singular_values(t)
+    values, least = found.numpy(), noise(found)
     ax, theme = axes_of(ax, (6.4, 3.4), grid="y")
     ax.plot(np.arange(1, len(values) + 1), values, color=theme.accent, linewidth=1.8)
     notes = [facts_of(t)]
@@ -86,9 +87,9 @@ def spectrum(t: LazyArray, ax: Axes | None) -> Axes:
     if largest > 0:
         ax.set_yscale("log", nonpositive="mask")
         log_axis(ax.yaxis, *ax.get_ylim())
-        if float(values[-1]) < ACCURACY * largest:
-            ax.axhline(ACCURACY * largest, color=theme.soft, linestyle=":", linewidth=1.2, label="accuracy")
-            ax.set_ylim(bottom=ACCURACY * largest / 10)
+        if float(values[-1]) < least:
+            ax.axhline(least, color=theme.soft, linestyle=":", linewidth=1.2, label="accuracy")
+            ax.set_ylim(bottom=least / 10)
             notes.append("noise below the dotted line")
         share = np.cumsum(values**2) / np.sum(values**2)
         enough = int(np.searchsorted(share, _ENERGY)) + 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.index import Index
 from ..derive.arithmetic import weighted
 from ..derive.deltas import in_folder
+from ..derive.sources import note_opening
 from ..errors import DataError
 from ..formats.opening import opened
 from ..io.parcels import packed, unpacked
@@ -87,6 +88,7 @@ class CheckpointView(Writable["CheckpointView"]):
         whole = with_base(store, index, format, Bases(CheckpointView, base, options))
         self._init(whole.store, whole.index, next(iter(whole.index.states)), (), True)
         self.kept |= whole.kept
+        note_opening(self, os.fspath(path), {"format": format, "tag": tag, "rules": rules, "base": base})
 
     def _of(self, index: Index, steps: tuple[Step, ...] = ()) -> CheckpointView:
         # a view of one rank's shard must not find the stored names of other ranks

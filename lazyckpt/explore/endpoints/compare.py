@@ -21,7 +21,7 @@ from ...lazy import LazyArray
 from ...show.differences import changed_prefix
 from ..choice import picture_values
 from ..query import Query
-from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted, effort
+from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted, effort, python_of
 from .values import picture
 
 _AT_ONCE = 64 << 20  # bytes of both checkpoints that an answer compares
@@ -59,11 +59,11 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``paths``, where the two are; ``names``, how many there are in both together; ``both``, how many tensors can be
-        compared; ``nbytes``, how much that reads; ``counts``, status -> number of names; ``changed``, at most 5,000
-        lists of name, status, and dtype and shape (or the reason why it cannot be read) on both sides;
-        ``changed_in_all``; ``prefix``, null or what all names of one checkpoint have in front in the other, and their
-        number; ``kinds`` with their ``labels``; ``layers``.
+        ``paths``, where the two are; ``python``, the expressions that open them; ``names``, how many there are in both
+        together; ``both``, how many tensors can be compared; ``nbytes``, how much that reads; ``counts``, status ->
+        number of names; ``changed``, at most 5,000 lists of name, status, and dtype and shape (or the reason why it
+        cannot be read) on both sides; ``changed_in_all``; ``prefix``, null or what all names of one checkpoint have in
+        front in the other, and their number; ``kinds`` with their ``labels``; ``layers``.
     """
     found = _pairs(subject, query)
     changed = [row for row in found.rows if row.status != "equal"]
@@ -78,6 +78,7 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     listed += [[row.name, row.status, row.a, row.b] for row in changed[:_CHANGED]]
     return {
         "paths": [printable(place_of(view)) for view in (subject.view, subject.other) if view is not None],
+        "python": [python_of(subject, view) for view in (subject.view, subject.other) if view is not None],
         "names": len(found.names),
         "both": sum(row.status in ("equal", "dtype") for row in found.rows),
         "nbytes": found.ends[-1],

@@ -23,23 +23,23 @@ def experts(subject: Subject, query: Query) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``layers`` and ``experts``, their numbers; ``norms``, a list of rows, one for each layer, with a value (or
+        ``layers``, their numbers as text, or their names if several stacks of layers have experts; ``experts``, their
+        numbers; ``norms``, a list of rows, one for each layer, with a value (or
         "NaN") for each expert; ``marks``, a list of layer, expert and "?" (cannot be read) or "!" (NaN or infinities);
         ``dead``, pairs of layer and expert whose elements are all zero.
     """
     found = expert_norms(_tensors(subject.part(query)), progress=False, check=query.check)
-    numbers = tuple(map(int, found.kinds))
     dead = [
         [layer, expert]
-        for layer, row in zip(numbers, found.values.tolist(), strict=True)
+        for layer, row in zip(found.kinds, found.values.tolist(), strict=True)
         for expert, norm in zip(found.layers, row, strict=True)
         if norm == 0 and not math.isnan(norm)
     ]
     return {
-        "layers": numbers,
+        "layers": found.kinds,
         "experts": found.layers,
         "norms": found.values.tolist(),
-        "marks": [[int(layer), expert, mark] for (layer, expert), mark in found.marks.items()],
+        "marks": [[layer, expert, mark] for (layer, expert), mark in found.marks.items()],
         "dead": dead,
     }
 
@@ -47,7 +47,7 @@ def experts(subject: Subject, query: Query) -> dict[str, Any]:
 def likeness(subject: Subject, query: Query) -> dict[str, Any]:
     """Compute the cosines between the experts of a layer. At most 256 MiB are read: evenly spaced rows of larger ones.
 
-    Parameters of the request: ``layer``; those of `Subject.part`.
+    Parameters of the request: ``layer``, as ``experts`` names it; those of `Subject.part`.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def likeness(subject: Subject, query: Query) -> dict[str, Any]:
         ``layer``; ``experts``; ``cosines``, a list of rows; ``exact``, whether all elements were read; ``read`` and
         ``nbytes``, the bytes that were read and those of all experts of the layer.
     """
-    layer = query.number("layer", 0, 0, 1 << 31)
+    layer = query.text("layer", "0")
     found = expert_likeness(_tensors(subject.part(query)), layer, SAMPLE, query.check)
     return {
         "layer": found.layer,
@@ -78,13 +78,13 @@ def _report(subject: Subject) -> Iterator[Wanted]:
         if any("expert" in name for name in subject.view):
             yield Wanted("experts", {}, effort(subject.view.nbytes, len(subject.view)))
         return
-    sizes: dict[int, int] = {}
+    sizes: dict[str, int] = {}
     for _, (layer, _), t in parts_of(_tensors(subject.view)):
         sizes[layer] = sizes.get(layer, 0) + effort(t.nbytes, 1)
     if sizes:
         yield Wanted("experts", {}, sum(sizes.values()))
-    for n, (layer, nbytes) in enumerate(sorted(sizes.items())):
-        yield Wanted("experts/likeness", {"layer": str(layer)}, min(nbytes, SAMPLE), MORE if n else FIRST)
+    for n, (layer, nbytes) in enumerate(sizes.items()):
+        yield Wanted("experts/likeness", {"layer": layer}, min(nbytes, SAMPLE), MORE if n else FIRST)
 
 
 ENDPOINTS = {"experts": experts, "experts/likeness": likeness}

@@ -22,7 +22,7 @@ from ...namespace import STORED
 from ...show.layout import drawing, holders, ranges
 from ..choice import of_tensors
 from ..query import Query
-from ..subject import Subject, View, Wanted
+from ..subject import Subject, View, Wanted, python_of
 from .drawn import good_wrap
 
 _RANGES = 1000  # maximum number of ranges of files that are listed
@@ -75,7 +75,7 @@ def tensor(subject: Subject, query: Query) -> dict[str, Any]:
         "wrap": None if numbers is None else good_wrap(numbers),
         "bits": has_bits(dtype),
         "complex": dtype.is_complex,
-        "spectrum": numbers is not None and len(numbers) == len(t.shape) >= 2 and min(t.shape[-2:]) <= LIMIT,
+        "spectrum": dtype.is_number and t.ndim >= 2 and min(t.shape[-2:]) <= LIMIT,
         "state": part.state,
         "states": [
             _in_state(state, held) for state, one in view.states.items() if (held := one.exact(name)) is not None
@@ -140,10 +140,7 @@ def _python(subject: Subject, query: Query, view: View, part: View, name: str) -
         run, steps = f"lazyckpt.open_run({subject.view.root!r})", subject.run.steps
         text = f"{run}.at({query.number('step', steps[-1], min(steps), max(steps))})"
     else:
-        files = list(view.files)
-        path = f"{view.root}/{files[0]}" if len(files) == 1 else view.root
-        told = subject.title if subject.kind == "checkpoint" else ""
-        text = f"lazyckpt.open({(told or path)!r})"
+        text = python_of(subject, view)
     if of == "update":
         return f"{text}.updates()[{full!r}]"
     state = ""

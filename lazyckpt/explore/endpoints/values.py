@@ -15,7 +15,7 @@ from ...inspect.norms import outliers as outliers_of
 from ...inspect.numbers import Array, is_narrow, number_shape, numbers, packing
 from ...inspect.pixels import SIDE, pooled
 from ...inspect.planes import Plane, Window
-from ...inspect.stats import ACCURACY, singular_values
+from ...inspect.stats import noise, singular_values
 from ...lazy import LazyArray
 from ...show.values import as_numbers
 from ..packing import pack
@@ -137,8 +137,8 @@ def spectrum(subject: Subject, query: Query) -> dict[str, Any]:
         if left:
             raise DataError(f"singular values are of a matrix: choose an index of dimension {left[0]}")
         t = t.lazy[tuple(plane.at.get(n, slice(None)) for n in range(t.ndim))]
-    values = singular_values(t, query.check).tolist()
-    return {"values": values, "accuracy": ACCURACY * values[0] if values else 0.0}
+    values = singular_values(t, query.check)
+    return {"values": values.tolist(), "accuracy": noise(values)}
 
 
 def bits(subject: Subject, query: Query) -> dict[str, Any]:

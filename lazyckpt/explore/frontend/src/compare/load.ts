@@ -7,6 +7,7 @@ import type { Difference } from "./fold";
 
 export interface Compared {
   paths: [string, string];
+  python: [string, string];
   names: number;
   both: number;
   nbytes: number;

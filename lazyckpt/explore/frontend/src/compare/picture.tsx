@@ -16,16 +16,16 @@ import { grouped, shownName } from "../ui/text";
 
 const MOST = 512; // rows and columns of cells of the whole
 
-export function DifferencePicture({ name, paths }: { name: string; paths: [string, string] }) {
+export function DifferencePicture({ name, python }: { name: string; python: [string, string] }) {
   const { api, route } = useExplorer();
   const { state } = route.params;
   const facts = useLoaded((signal) => api.json<Facts>("tensor", { name, state }, signal), [name, state]);
   if (facts.error) return <Failure error={facts.error} />;
   if (!facts.value || facts.value.name !== name) return <p class="compare-wait quiet">reading {shownName(name)} …</p>;
-  return <Picture key={`${name}/${state}`} facts={facts.value} paths={paths} />;
+  return <Picture key={`${name}/${state}`} facts={facts.value} python={python} />;
 }
 
-function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
+function Picture({ facts, python }: { facts: Facts; python: [string, string] }) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { name } = facts;
@@ -55,7 +55,9 @@ function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
     if (plane.ndim === 1) return `[${row * (plane.wrap ?? 0) + col}]`;
     return `[${Array.from({ length: plane.ndim }, (_, n) => (n === plane.row ? row : n === plane.col ? col : (plane.at.get(n) ?? ":"))).join(", ")}]`;
   };
-  const [a, b] = paths.map(pyText) as [string, string];
+  const { state } = params;
+  const part = state === "stored" ? ".stored" : state ? `.states[${pyText(state)}]` : "";
+  const [a, b] = python.map((view) => view + part) as [string, string];
   return (
     <Figure
       title="A − B"
@@ -83,7 +85,7 @@ function Picture({ facts, paths }: { facts: Facts; paths: [string, string] }) {
           </button>
         </>
       }
-      python={`(lazyckpt.open(${a}) - lazyckpt.open(${b}))[${pyText(name)}].plot.heatmap()`}
+      python={`(${a} - ${b})[${pyText(name)}].plot.heatmap()`}
     >
       {root.error ? (
         <Failure error={root.error} />

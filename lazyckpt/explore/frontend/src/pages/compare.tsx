@@ -35,7 +35,7 @@ export function ComparePage() {
   const cells = useMemo(() => byCell(progress.rows), [progress.rows]);
   if (loaded.error) return <Failure error={loaded.error} />;
   if (!found) return <p class="quiet">Comparing names …</p>;
-  const [a, b] = found.paths.map(pyText) as [string, string];
+  const [a, b] = found.python;
   const python = `lazyckpt.diff(${a}, ${b}${state ? `, states=[${pyText(state)}]` : ""})`;
   const colour = colourOf(kinds);
   const choose = (row: Difference | undefined) => {
@@ -104,7 +104,7 @@ export function ComparePage() {
               />
             )}
           </section>
-          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} paths={found.paths} />}</div>
+          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} python={found.python} />}</div>
         </>
       )}
       {found.changed_in_all > 0 && (

@@ -8,20 +8,21 @@ import { colourTable, css } from "../ui/colours";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
+import { pyText } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
-import { bytes, grouped } from "../ui/text";
+import { bytes, grouped, shownName } from "../ui/text";
 import { useDark } from "./tensor";
 
 interface Experts {
-  layers: number[];
+  layers: string[];
   experts: number[];
   norms: (number | string)[][];
-  marks: [number, number, string][];
-  dead: [number, number][];
+  marks: [string, number, string][];
+  dead: [string, number][];
 }
 
 interface Likeness {
-  layer: number;
+  layer: string;
   experts: number[];
   cosines: (number | string)[][];
   exact: boolean;
@@ -30,7 +31,7 @@ interface Likeness {
 }
 
 interface Row {
-  layer: number;
+  layer: string;
   expert: number;
   norm: number;
   mark: string;
@@ -57,12 +58,12 @@ function Norms() {
   if (!value) return <p class="quiet">Reading the experts …</p>;
   const width = value.experts.length;
   const norms = Float64Array.from(rows, ({ norm }) => norm);
-  const layer = route.params["layer"] === undefined ? value.layers[0]! : Number(route.params["layer"]);
+  const layer = route.params["layer"] ?? value.layers[0]!;
   return (
     <>
       <Figure title="Norms of the experts" note="L2 norm of all tensors of an expert; a click compares the experts of a layer" name="norms of experts" python="view.plot.experts()">
         <Grid
-          rows={value.layers.map(String)}
+          rows={value.layers.map(shownName)}
           columns={value.experts.map(String)}
           values={norms}
           label="Norms of the experts"
@@ -70,10 +71,10 @@ function Norms() {
           columnTitle="expert"
           colour={(at) => css(VIRIDIS, at)}
           legend="L2 norm"
-          detail={(row, column) => `layer ${value.layers[row]}, expert ${value.experts[column]}\nL2 norm ${text(norms[row * width + column]!)}`}
+          detail={(row, column) => `layer ${shownName(value.layers[row]!)}, expert ${value.experts[column]}\nL2 norm ${text(norms[row * width + column]!)}`}
           mark={(row, column) => rows[row * width + column]!.mark}
           active={value.layers.includes(layer) ? [value.layers.indexOf(layer), -1] : null}
-          onCell={(row) => go({ layer: String(value.layers[row]) }, undefined, true)}
+          onCell={(row) => go({ layer: value.layers[row]! }, undefined, true)}
         />
       </Figure>
       <p class="quiet">{value.dead.length ? `${grouped(value.dead.length)} experts are dead: all their elements are zero (marked 0).` : "No expert is all zero."}</p>
@@ -86,26 +87,26 @@ function Norms() {
   );
 }
 
-function LikenessOf({ layer }: { layer: number }) {
+function LikenessOf({ layer }: { layer: string }) {
   const { api, route } = useExplorer();
   const { state, step, side } = route.params;
   const dark = useDark();
   const { value, error } = useLoaded((signal) => api.json<Likeness>("experts/likeness", { layer, state, step, side }, signal), [layer, state, step, side]);
   if (error) return <Failure error={error} />;
-  if (!value) return <p class="quiet">Comparing the experts of layer {layer} …</p>;
+  if (!value) return <p class="quiet">Comparing the experts of layer {shownName(layer)} …</p>;
   const values = Float64Array.from(value.cosines.flat(), (one) => numeric(one as number));
   const width = value.experts.length;
   for (let n = 0; n < width; n += 1) values[n * width + n] = NaN; // an expert is like itself
   const most = Math.max(...Array.from(values, Math.abs).filter((one) => !Number.isNaN(one)), 1e-6);
   const how = value.exact ? "all elements" : `sampled: ${bytes(value.read)} of ${bytes(value.nbytes)}`;
   return (
-    <Figure title={`How alike the experts of layer ${value.layer} are`} note={`cosine of the angle between two experts; ${how}`} name={`likeness of experts in layer ${value.layer}`} python={`from lazyckpt.inspect.expert_likeness import expert_likeness; expert_likeness(view, ${value.layer})`}>
+    <Figure title={`How alike the experts of layer ${shownName(value.layer)} are`} note={`cosine of the angle between two experts; ${how}`} name={`likeness of experts in layer ${value.layer}`} python={`lazyckpt.inspect.expert_likeness.expert_likeness(view, ${/^\d+$/.test(value.layer) ? value.layer : pyText(value.layer)})`}>
       <Grid
         rows={value.experts.map(String)}
         columns={value.experts.map(String)}
         values={values}
         range={[-most, most]}
-        label={`How alike the experts of layer ${value.layer} are`}
+        label={`How alike the experts of layer ${shownName(value.layer)} are`}
         rowTitle="expert"
         columnTitle="expert"
         key={dark ? "dark" : "light"}
@@ -118,7 +119,7 @@ function LikenessOf({ layer }: { layer: number }) {
 }
 
 const COLUMNS: Column<Row>[] = [
-  { key: "layer", title: "layer", number: true, value: ({ layer }) => layer, width: "80px" },
+  { key: "layer", title: "layer", value: ({ layer }) => (/^\d+$/.test(layer) ? Number(layer) : layer), cell: ({ layer }) => shownName(layer), width: "1fr" },
   { key: "expert", title: "expert", number: true, value: ({ expert }) => expert, width: "80px" },
   { key: "norm", title: "L2 norm", number: true, value: ({ norm }) => norm, cell: ({ norm }) => text(norm), width: "130px" },
   { key: "mark", title: "", value: ({ mark }) => mark, width: "60px" },

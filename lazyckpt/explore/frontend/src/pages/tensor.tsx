@@ -68,7 +68,8 @@ export function planeOf(facts: Facts, params: Record<string, string>) {
     at: [...at].map(([d, n]) => `${d}:${n}`).join(",") || undefined,
     wrap,
   };
-  return { shape, ndim, row, col, at, wrap, size, query };
+  const packing = ndim && shape[ndim - 1]! > facts.shape[ndim - 1]! ? 2 : 1;
+  return { shape, ndim, row, col, at, wrap, size, query, packing };
 }
 
 function Tensor({ facts }: { facts: Facts }) {

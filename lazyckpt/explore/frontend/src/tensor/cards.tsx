@@ -10,7 +10,7 @@ import { Figure } from "../ui/figure";
 import type { Mark } from "../ui/heatmap";
 import { Histogram } from "../ui/histogram";
 import { LineChart } from "../ui/line";
-import type { Part, Size } from "../ui/pyramid";
+import { pythonIndex, whole, type Part, type Size } from "../ui/pyramid";
 import { DataTable } from "../ui/table";
 import { bytes, grouped, shownName } from "../ui/text";
 
@@ -275,8 +275,9 @@ function SpectrumCard({ facts, plane, common }: Props) {
   const { api } = useExplorer();
   const side = plane.ndim >= 2 ? Math.min(plane.size.height, plane.size.width) : 0;
   const free = plane.ndim - 2 - plane.at.size;
+  const matrix = plane.ndim > 2 ? `.lazy${pythonIndex(whole(plane.size), { ...plane, width: undefined }, plane.size)}` : "";
   return (
-    <Figure title="Singular values" note="largest first" name={`${facts.name}.singular-values`} python={`${facts.python}.plot.singular_values()`}>
+    <Figure title="Singular values" note="largest first" name={`${facts.name}.singular-values`} python={`${facts.python}${matrix}.plot.singular_values()`}>
       {free > 0 ? (
         <p class="quiet">Choose an index of each dimension that is not drawn: singular values are of a matrix.</p>
       ) : (

@@ -7,7 +7,9 @@ export function ticks(low: number, high: number, wanted = 5): number[] {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw * 0.999)!;
   const found: number[] = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + step * 1e-9; n += 1) found.push(n * step + 0); // never -0
+  const first = Math.ceil(low / step - 1e-9);
+  if (Math.abs(first) > 2 ** 50) return [low]; // the next number would be the same one
+  for (let n = first; n * step <= high + step * 1e-9; n += 1) found.push(n * step + 0); // never -0
   return found;
 }
 

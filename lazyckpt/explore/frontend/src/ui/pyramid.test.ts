@@ -38,6 +38,8 @@ test("the line of Python reads what is seen", () => {
   assert.equal(pythonIndex({ r0: 0, r1: 5000, c0: 7, c1: 8.5 }, plane, size), "[:, 7:9]");
   const deep = { ndim: 4, row: 1, col: 3, at: new Map([[0, 5]]) };
   assert.equal(pythonIndex({ r0: 0, r1: 4, c0: 0, c1: 9 }, deep, { height: 8, width: 9 }), "[5, :4]");
+  const pairs = { ndim: 2, row: 0, col: 1, at: new Map<number, number>(), packing: 2 };
+  assert.equal(pythonIndex({ r0: 0, r1: 5000, c0: 7, c1: 9 }, pairs, size), "[:, 3:5]"); // bytes of two numbers
 });
 
 test("scales map values to colours and back", () => {

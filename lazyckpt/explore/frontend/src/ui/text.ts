@@ -3,24 +3,26 @@
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 export function bytes(n: number): string {
+  const [size, unit] = scaled(n, 1024, UNITS.length - 1);
+  return `${size} ${UNITS[unit]}`;
+}
+
+/** A number in the unit in which it has one to four digits before the point once it is rounded, and that unit. */
+function scaled(n: number, base: number, last: number): [string, number] {
   let unit = 0;
-  while (n >= 1024 && unit < UNITS.length - 1) {
-    n /= 1024;
+  while ((unit ? Math.round(n) : n) >= base && unit < last) {
+    n /= base;
     unit += 1;
   }
-  return `${unit === 0 || n >= 100 ? Math.round(n) : n >= 10 ? n.toFixed(1) : n.toFixed(2)} ${UNITS[unit]}`;
+  return [unit === 0 || n >= 99.95 ? n.toFixed(0) : n >= 9.995 ? n.toFixed(1) : n.toFixed(2), unit];
 }
 
 const COUNTS = ["", "K", "M", "B", "T"];
 
 /** 6.74B for 6,738,415,616. */
 export function count(n: number): string {
-  let unit = 0;
-  while (n >= 1000 && unit < COUNTS.length - 1) {
-    n /= 1000;
-    unit += 1;
-  }
-  return unit === 0 ? String(n) : `${n >= 100 ? n.toFixed(0) : n >= 10 ? n.toFixed(1) : n.toFixed(2)}${COUNTS[unit]}`;
+  const [text, unit] = scaled(n, 1000, COUNTS.length - 1);
+  return `${text}${COUNTS[unit]}`;
 }
 
 /** 1,234,567 for 1234567. */

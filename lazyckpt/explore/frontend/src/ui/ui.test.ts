@@ -3,6 +3,7 @@ import { test } from "node:test";
 import { logTicks, shortNumber, ticks, tickText } from "./axis";
 import { toCsv } from "./save";
 import { squarified } from "./squares";
+import { bytes, count } from "./text";
 
 test("a treemap's areas are the values' and fill the room", () => {
   const values = [50, 20, 10, 10, 5, 3, 1, 1];
@@ -19,6 +20,7 @@ test("ticks are round numbers inside of the range", () => {
   assert.deepEqual(ticks(0, 10, 5), [0, 2, 4, 6, 8, 10]);
   assert.deepEqual(logTicks(0.5, 2000), [1, 10, 100, 1000]);
   assert.deepEqual(ticks(3, 3), [3]);
+  assert.deepEqual(ticks(1e17 - 16, 1e17 + 16), [1e17 - 16]); // ends, although a step is less than what tells numbers apart
   assert.equal(shortNumber(0.00012345), "1.23e-4");
   assert.equal(shortNumber(12.3456), "12.35");
 });
@@ -28,4 +30,9 @@ test("ticks that are close have the digits that tell them apart", () => {
   assert.deepEqual(tickText([0, 0.5, 1]), ["0", "0.5", "1"]);
   assert.deepEqual(tickText([-2, 0, 2]), ["-2", "0", "2"]);
   assert.equal(new Set(tickText([12345678.1, 12345678.2, 12345678.3])).size, 3);
+});
+
+test("sizes and counts change their unit where they are rounded", () => {
+  assert.deepEqual([1023, 1024, 10230, 102390, 1048575, 2 ** 40 - 1].map(bytes), ["1023 B", "1.00 KiB", "9.99 KiB", "100 KiB", "1.00 MiB", "1.00 TiB"]);
+  assert.deepEqual([999, 999_499, 999_999, 6_738_415_616].map(count), ["999", "999K", "1.00M", "6.74B"]);
 });
