@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import json
 import os
 import re
 import shutil
@@ -28,14 +29,19 @@ from lazyckpt.browse import detail as code
 from lazyckpt.browse import fragments
 from lazyckpt.browse import grid as sheet
 from lazyckpt.browse import histogram as bars
-from lazyckpt.browse.pooling import matrix_shape, pooled
-from lazyckpt.browse.rows import Row, Rows, chosen
+from lazyckpt.browse.picture import drawn, picture
+from lazyckpt.browse.rows import Look, Row, Rows
+from lazyckpt.browse.search import Search
 from lazyckpt.browse.subject import One, Pair, Run, Subject, run_of
+from lazyckpt.explore import subject as explored
+from lazyckpt.explore.api import Explorer
 from lazyckpt.show.layout import drawing
+from lazyckpt.show.outline import Outline, outline
 from lazyckpt.show.values import sample
 from lazyckpt.testing.counting import opened
 
 from . import processes
+from .test_explore_tensor import packed
 
 pytest.importorskip("textual")
 
@@ -143,7 +149,7 @@ def walk(rows: Rows, above: Row) -> list[Row]:
 
 def test_levels_add_up(files: Path) -> None:
     view = lazyckpt.open(files / "model")
-    rows = Rows(view)
+    rows = Rows(outline(view))
     assert (rows.whole.tensors, rows.whole.numel, rows.whole.nbytes) == (len(view), view.numel, view.nbytes)
     leaves = walk(rows, rows.whole)
     assert sorted(row.start for row in leaves) == sorted(view) == sorted(rows.whole.names())
@@ -155,7 +161,7 @@ def test_levels_add_up(files: Path) -> None:
 
 
 def test_equal_layers_are_one_row(files: Path) -> None:
-    rows = Rows(lazyckpt.open(files / "model"))
+    rows = Rows(outline(lazyckpt.open(files / "model")))
     (fold,) = [row for row in rows.visible if row.folded]
     assert (fold.label, fold.start, len(fold.nodes)) == ("0-3", "model.layers.0-3.", 4)
     n = rows.visible.index(fold)
@@ -163,38 +169,35 @@ def test_equal_layers_are_one_row(files: Path) -> None:
     assert [row.label for row in rows.visible[n + 1 : n + 5]] == ["0", "1", "2", "3"]
     rows.close(n)
     assert rows.reveal("model.layers.2.mlp.up_proj.weight") and not fold.node.spec
-    rows.fold = False
-    at = rows.arrange("model.layers.2.")
+    rows = Rows(outline(lazyckpt.open(files / "model")), look=Look(fold=False))
+    at = rows.reveal("model.layers.2.")
     assert rows.visible[at].label == "2" and not any(row.folded for row in rows.visible)
 
 
 def test_orders(files: Path) -> None:
     view = lazyckpt.open(files / "model")
-    rows = Rows(view, lambda row: float(len(row.start)) if row.leaf else None)
-    rows.flat = True
     for order, key in (
         ("size", lambda row: -row.nbytes),
         ("dtype", lambda row: row.dtype),
         ("value", lambda row: -len(row.start)),
     ):
-        rows.order = order
-        rows.arrange()
+        rows = Rows(
+            outline(view), lambda row: float(len(row.start)) if row.leaf else None, look=Look(flat=True, order=order)
+        )
         listed = list(rows.visible)
         keys = [key(row) for row in listed if row.node.counted]
         assert len(listed) == len(view) and keys == sorted(keys), order
-    rows.flat, rows.order = False, "size"
-    rows.arrange()
+    rows = Rows(outline(view), look=Look(order="size"))
     sizes = [row.nbytes for row in rows.visible if row.depth == 0]
     assert sizes == sorted(sizes, reverse=True)
-    rows.reverse = True
-    rows.arrange()
+    rows = Rows(outline(view), look=Look(order="size", reverse=True))
     assert [row.nbytes for row in rows.visible if row.depth == 0] == sorted(sizes)
 
 
 def test_levels_of_odd_names(tmp_path: Path) -> None:
     names = ["a", "a-b", "a.b", "a.10", "a.9", "a.9.x.y.z", "", ".", "..x", "b.c.d.e", "b.c.d.f", "<b>[red]x"]
     save_file({n: torch.ones(2) for n in names}, tmp_path / "odd.safetensors")
-    rows = Rows(lazyckpt.open(tmp_path / "odd.safetensors"))
+    rows = Rows(outline(lazyckpt.open(tmp_path / "odd.safetensors")))
     assert sorted(row.start for row in walk(rows, rows.whole)) == sorted(names)
     top = rows.below(rows.whole)
     (a,) = [row for row in top if row.label == "a" and not row.leaf]
@@ -205,58 +208,59 @@ def test_levels_of_odd_names(tmp_path: Path) -> None:
     assert ("b.c.d", False) in [(row.label, row.leaf) for row in top]
 
 
-SHAPES = [(), (1,), (7,), (1000,), (5, 9), (300, 40), (4, 1, 60), (6, 5, 3, 3), (2, 3, 50, 20)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("how", ["mean", "absmax"])
-def test_pictures_are_exact(tmp_path: Path, shape: tuple[int, ...], how: Any) -> None:
+@pytest.mark.parametrize("shape", [(), (7,), (1000,), (5, 9), (4, 1, 60), (6, 5, 3, 3)])
+def test_the_picture_is_that_of_page_and_plot(tmp_path: Path, shape: tuple[int, ...]) -> None:
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    save_file({"x": whole}, tmp_path / "x.safetensors")
-    t = lazyckpt.open(tmp_path / "x.safetensors")["x"]
-    height, width = matrix_shape(t)
-    flat = np.full(height * width, np.nan)
-    flat[: whole.numel()] = whole.flatten().numpy()
-    matrix = flat.reshape(height, width)
-    for box in (None, (height // 3, height, width // 4, max(width // 4 + 1, width - 1))):
-        found = pooled(t, 6, 5, how, box)
-        top, bottom, left, right = found.box
-        rows, cols = found.values.shape
-        for n in range(rows):
-            for m in range(cols):
-                block = matrix[
-                    top + (bottom - top) * n // rows : top + (bottom - top) * (n + 1) // rows,
-                    left + (right - left) * m // cols : left + (right - left) * (m + 1) // cols,
-                ]
-                block = block[np.isfinite(block)]
-                want = (np.mean(block) if how == "mean" else np.abs(block).max()) if block.size else np.nan
-                assert np.isclose(found.values[n, m], want, equal_nan=True), (n, m)
-        assert not found.odd.any() and found.every == 1
-
-
-def test_pictures_of_large_tensors_read_little(tmp_path: Path) -> None:
-    whole = torch.arange(1000.0)[:, None].expand(1000, 256).contiguous()
-    whole[500, 3] = float("nan")
+    if whole.ndim:
+        whole.view(-1)[3] = float("nan")
     save_file({"x": whole}, tmp_path / "x.safetensors")
     view, counts = opened(tmp_path / "x.safetensors")
     t = view["x"]
+    explorer = Explorer(explored.Subject(view))
+    about = json.loads(explorer.answer("tensor", {"name": "x"}).body)
+    wrap = {"wrap": about["wrap"]} if about["wrap"] else {}
+    _, arrays = packed(explorer, "tensor/tile", name="x", rows=6, cols=5, **wrap)
     counts.clear()
-    found = pooled(t, 20, 16, "mean", None, budget=100 * 1024)
-    assert found.every == 10 and found.nbytes == 100 * 1024
-    assert counts.bytes <= 2 * found.nbytes
-    assert np.allclose(found.values, np.arange(20)[:, None] * 50 + 25, atol=5)
-    found = pooled(t, 20, 16, "mean", (500, 520, 0, 16))
-    assert found.odd.sum() == 1 and found.odd[0, 3] and np.isnan(found.values[0, 3])
-    one = pooled(t, 50, 16, "absmax", None, budget=4 * 1024)  # fewer rows than lines of the screen
-    assert one.nbytes <= 8 * 1024 and not np.isnan(one.values).any()
+    found = picture(t, 6, 5, "mean", None, drawn(t))
+    assert counts.bytes == found.nbytes == whole.nbytes
+    assert np.array_equal(found.values.astype(np.float32), arrays["mean"], equal_nan=True)
+    assert found.odd.sum() == (1 if whole.ndim else 0)
+    plotted = pytest.importorskip("matplotlib.pyplot") and t.plot.heatmap(cells=8).images[0].get_array()
+    again = picture(t, 8, 8, "mean", None, drawn(t)).values
+    assert np.array_equal(np.ma.filled(plotted, np.nan), again, equal_nan=True)
+    for n in range(2):  # the other dimensions, by index
+        of = drawn(t, index=n)
+        values = picture(t, 100, 100, "mean", None, of).values
+        block = whole.reshape(-1, *shape[-2:])[n] if len(shape) > 2 else whole
+        flat = np.full(values.size, np.nan, np.float32)
+        flat[: block.numel()] = block.flatten()
+        assert np.array_equal(values.flatten(), flat, equal_nan=True)
 
 
-def test_filters(files: Path) -> None:
+def test_search(files: Path) -> None:
     view = lazyckpt.open(files / "model")
-    assert set(chosen(view, "layers.1.mlp")) == set(view.select("*layers.1.mlp*"))
-    assert set(chosen(view, "model.*norm.weight")) == set(view.select("model.*norm.weight"))
-    assert len(chosen(view, "nothing")) == 0
-    assert chosen(view, "") is view
+    finder = Search(outline(view))
+    for text in ("l", "layers.1", "layers.1.MLP", "norm", "model.*norm.weight", "nothing", ""):
+        small = text.lower()
+        want = {n for n in view if small in n.lower()} | (set(view.select(text)) if "*" in text else set())
+        of = finder.found(text)
+        assert list(of.names) == sorted(want), text
+        assert of.root.nbytes == view.select(want.__contains__).nbytes
+
+
+def test_a_tied_tensor_that_is_found_counts_once(tmp_path: Path) -> None:
+    w = torch.ones(3, 2)
+    torch.save({"a.w": w, "b.w": w, "c.w": w, "d": torch.ones(1)}, tmp_path / "tied.pt")
+    view = lazyckpt.open(tmp_path / "tied.pt")
+    finder = Search(outline(view))
+    for text in ("w", "b", "c.w", "d", ""):
+        of = finder.found(text)
+        assert of.root.nbytes == view.select(set(of.names).__contains__).nbytes == sum(r.nbytes for r in walk_all(of))
+
+
+def walk_all(of: Outline) -> list[Row]:
+    rows = Rows(of)
+    return walk(rows, rows.whole)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (100,), (3, 0), (5, 9), (4, 1, 6), (2, 3, 4), (2, 2, 3, 5)])
@@ -581,7 +585,7 @@ def test_orders_and_norms(files: Path) -> None:
         assert shown(app, f"{norms[app.row.start]:.4g}")
         await pilot.click("#titles", offset=(3, 0))
         await settle(app, pilot)
-        assert app.rows.order == "name"
+        assert app.look.order == "name"
         keep(app, "norms")
 
     drive(files / "model", do)
@@ -626,18 +630,18 @@ def test_heat_maps(files: Path) -> None:
         assert heat.shown is not None and shown(app, "▀")
         assert counts.bytes == t.nbytes
         whole = t[...].float()
-        assert heat.shown.part.box == (0, 512, 0, 128)
+        assert heat.shown.box == (0, 512, 0, 128)
         heat.focus()
         await press(app, pilot, "plus", "plus", "plus", "plus", "plus")
-        top, bottom, left, right = heat.shown.part.box
+        top, bottom, left, right = heat.shown.box
         assert (bottom - top, right - left) == (16, 4)
-        assert np.allclose(heat.shown.part.values, whole[top:bottom, left:right])
+        assert np.allclose(heat.shown.values, whole[top:bottom, left:right])
         await press(app, pilot, "l", "j")
-        assert heat.shown.part.box == (top + 4, bottom + 4, left + 1, right + 1)
+        assert heat.shown.box == (top + 4, bottom + 4, left + 1, right + 1)
         await press(app, pilot, "a")
-        assert np.allclose(heat.shown.part.values, whole[top + 4 : bottom + 4, left + 1 : right + 1].abs())
+        assert np.allclose(heat.shown.values, whole[top + 4 : bottom + 4, left + 1 : right + 1].abs())
         await press(app, pilot, "minus", "0")
-        assert heat.shown.part.box == (0, 512, 0, 128)
+        assert heat.shown.box == (0, 512, 0, 128)
         keep(app, "heat")
 
     drive(files / "model", do, view=view)
@@ -717,7 +721,7 @@ def test_a_comparison(tmp_path: Path) -> None:
             await press(app, pilot, "m", "v", "e", "f")
         app.filter.value = ""
         await press(app, pilot, "o", "o", "o", "g")
-        assert app.rows is not None and app.rows.order == "value"
+        assert app.rows is not None and app.look.order == "value"
 
     drive(tmp_path, do, subject=lambda: Pair(one(tmp_path / "a.safetensors"), one(tmp_path / "b.safetensors")))
 

@@ -79,18 +79,9 @@ class Names(ScrollView, can_focus=True):
         """Columns of a line, without the scroll bar."""
         return max(0, self.size.width - self.styles.scrollbar_size_vertical)
 
-    def show(self, rows: Rows, at: str = "") -> None:
-        """Show other names, with the cursor at ``at`` or at the nearest level above it."""
+    def show(self, rows: Rows, cursor: int = 0) -> None:
+        """Show other names, or the same ones in another order."""
         self.rows, self._widths = rows, []
-        self._rearranged(rows.reveal(at))
-
-    def reorder(self) -> None:
-        """Show the same names in another order."""
-        if self.rows is not None:
-            row = self.row
-            self._rearranged(self.rows.arrange(row.start if row is not None else ""))
-
-    def _rearranged(self, cursor: int) -> None:
         self._resize()
         self.set_reactive(Names.cursor, cursor)
         self.call_after_refresh(self._keep_visible)

@@ -11,6 +11,7 @@ from ...core.names import shortened
 from ...errors import DataError, printable
 from ...inspect.bits import has_bits
 from ...inspect.numbers import number_shape
+from ...inspect.pixels import row_length
 from ...inspect.report import kind_of
 from ...inspect.stats import LIMIT
 from ...inspect.whereabouts import ranges_of
@@ -21,7 +22,6 @@ from ...namespace import STORED
 from ...show.layout import drawing, holders, ranges
 from ..query import Query
 from ..subject import Subject, View, Wanted
-from .drawn import good_wrap
 
 _RANGES = 1000  # maximum number of ranges of files that are listed
 _PROBLEMS = 50  # maximum number of problems that are listed
@@ -68,7 +68,7 @@ def tensor(subject: Subject, query: Query) -> dict[str, Any]:
         "nbytes": t.nbytes,
         "numel": t.numel(),
         "numbers": numbers,
-        "wrap": None if numbers is None else good_wrap(numbers),
+        "wrap": None if numbers is None else row_length(numbers),
         "bits": has_bits(dtype),
         "complex": dtype.is_complex,
         "spectrum": numbers is not None and len(numbers) == len(t.shape) >= 2 and min(t.shape[-2:]) <= LIMIT,
@@ -192,7 +192,7 @@ def _report(subject: Subject) -> Iterator[Wanted]:
         except DataError:
             continue
         values = {"name": name, "rows": "64", "cols": "64", "exact": "auto"}
-        wrap = good_wrap(shape)
+        wrap = row_length(shape)
         if wrap is not None:
             values["wrap"] = str(wrap)
         yield Wanted("tensor/tile", values, t.nbytes)
