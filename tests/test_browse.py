@@ -913,6 +913,24 @@ def test_the_command_in_a_terminal(files: Path, colour: bool) -> None:
     assert bool(coloured) == colour
 
 
+def test_the_first_frame_needs_no_torch() -> None:
+    """It is drawn before the checkpoint is opened, and what takes long to import is imported after it."""
+    code = """
+import sys
+from lazyckpt.browse.app import Browser
+
+def open_subject():
+    seen.append(("torch" in sys.modules, browser.names.size.height > 5))
+    raise OSError("it is not opened")
+
+seen = []
+browser = Browser(open_subject, "x")
+print(browser.run(headless=True), seen)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "it is not opened [(False, True)]\n", done.stderr
+
+
 @pytest.mark.slow
 def test_other_commands_import_no_textual(files: Path) -> None:
     done = process("ls", str(files / "model"), code="sys.modules['textual'] = None")
