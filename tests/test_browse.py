@@ -325,7 +325,7 @@ def test_opens_and_moves_without_reading(files: Path, size: tuple[int, int]) -> 
         await press(app, pilot, "f")
         assert shown(app, "One file has all of it")
         await press(app, pilot, "question_mark")
-        await press(app, pilot, "escape", "s", "escape", "up", "down", "left")
+        await press(app, pilot, "escape", "x", "escape", "up", "down", "left")
         keep(app, f"map-{size[0]}x{size[1]}")
         assert counts.requests == 0
 
@@ -466,7 +466,7 @@ def test_states(files: Path, size: tuple[int, int]) -> None:
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "0.weight")
-        await press(app, pilot, "s")
+        await press(app, pilot, "x")
         assert app.screen.query_one(OptionList).option_count == len(lazyckpt.open(path).states) + 1
         await press(app, pilot, "down", "enter")
         assert app.subject is not None and app.subject.view.state == "exp_avg"
@@ -478,7 +478,7 @@ def test_states(files: Path, size: tuple[int, int]) -> None:
         assert f"{read.flatten()[0].item():.4g}" == app.panes.grid.window.cells[0][0]
         assert screen(app)[1].startswith(" exp_avg | torch")
         app.filter.value = ""
-        await press(app, pilot, "s", "end", "enter")
+        await press(app, pilot, "x", "end", "enter")
         assert app.subject.view.state == "stored" and app.row is not None
         eval(app.line, {"lazyckpt": lazyckpt})
         assert ".stored[" in app.line
@@ -547,6 +547,12 @@ def test_many_names_open_at_once(tmp_path: Path) -> None:
         assert app.row is not None and app.row.start == "layers.1150.b" and len(app.rows.visible) == 1
         await press(app, pilot, "enter", "escape")
         assert len(app.rows.visible) == 2400 and app.row.start == "layers.1150.b"
+        await press(app, pilot, "L", "slash", *".a", "enter", "g")
+        for name in ("0.a", "1.a", "10.a"):  # each in its level, which is opened
+            await press(app, pilot, "n")
+            assert app.row.start == f"layers.{name}"
+        await press(app, pilot, "N", "N", "N")
+        assert app.row.start == "layers.0.a"
 
     drive(tmp_path / "big.safetensors", do)
 
@@ -575,11 +581,11 @@ def test_orders_and_norms(files: Path) -> None:
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         assert app.rows is not None
-        await press(app, pilot, "L", "o")
+        await press(app, pilot, "L", "s")
         sizes = [row.nbytes for row in app.rows.visible]
         assert sizes == sorted(sizes, reverse=True)
-        await press(app, pilot, "n")
-        await press(app, pilot, "o", "o", "g")
+        await press(app, pilot, "R")
+        await press(app, pilot, "s", "s", "g")
         norms = {name: float(view[name][...].double().norm()) for name in view}
         assert app.row is not None and norms[app.row.start] == max(norms.values())
         assert shown(app, f"{norms[app.row.start]:.4g}")
@@ -720,7 +726,7 @@ def test_a_comparison(tmp_path: Path) -> None:
             await go_to(app, pilot, name)
             await press(app, pilot, "m", "v", "e", "f")
         app.filter.value = ""
-        await press(app, pilot, "o", "o", "o", "g")
+        await press(app, pilot, "s", "s", "s", "g")
         assert app.rows is not None and app.look.order == "value"
 
     drive(tmp_path, do, subject=lambda: Pair(one(tmp_path / "a.safetensors"), one(tmp_path / "b.safetensors")))
@@ -792,7 +798,7 @@ def test_a_lost_file(zero_cases: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(60, 20), (30, 10)])
 def test_small_terminals(files: Path, size: tuple[int, int]) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
-        keys = ("m", "v", "down", "b", "a", "d", "f", "e", "M", "escape", "question_mark", "escape", "s", "escape", "t")
+        keys = ("m", "v", "down", "b", "a", "d", "f", "e", "M", "escape", "question_mark", "escape", "x", "escape", "t")
         await press(app, pilot, *keys)
         await pilot.resize_terminal(100, 30)
         await press(app, pilot, "v")

@@ -13,6 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.events import Click
+from textual.theme import BUILTIN_THEMES
 from textual.widgets import Footer, Input, Static
 
 from ..errors import and_more, printable
@@ -33,6 +34,12 @@ _PROBLEMS = 2  # maximum number of problems at the top of the screen
 _PAUSE = 0.12  # seconds between the last key typed into the search and searching
 _FOUND = 400  # levels of a search's result are opened up to this many rows
 _CLASSES = {"none": "dim", "small": "good", "medium": "warn", "large": "bad"}
+
+
+_DARK_256 = replace(
+    BUILTIN_THEMES["textual-dark"], name="lazyckpt-256", primary="#0087d7", background="#121212", surface="#1c1c1c",
+    panel="#303030", boost="#262626",
+)  # fmt: skip
 
 
 class _Names(NamedTuple):
@@ -72,26 +79,28 @@ class Browser(App[Exception]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "keys", "Help", key_display="?"),
         Binding("slash", "search", "Search", key_display="/"),
-        Binding("o", "order", "Order"),
-        Binding("O", "reverse", "Reverse", show=False),
-        Binding("u", "fold", "Unfold"),
+        Binding("n", "next(1)", "Next", key_display="n N", show=False),
+        Binding("N", "next(-1)", "Previous", show=False),
+        Binding("s", "order", "Sort"),
+        Binding("S", "reverse", "Reverse", show=False),
+        Binding("u", "fold", "Fold"),
         Binding("L", "flat", "List", show=False),
-        Binding("s", "state", "State"),
+        Binding("x", "state", "State"),
         Binding("w", "side", "A/B"),
         Binding("left_square_bracket", "step(-1)", "Step", key_display="[ ]"),
         Binding("right_square_bracket", "step(1)", "Step", show=False),
         Binding("1,d", "tab('about')", "About", show=False),
-        Binding("2,m", "tab('map')", "Heat map", key_display="m"),
+        Binding("2,m", "tab('map')", "Map", key_display="m"),
         Binding("3,v", "tab('values')", "Values", key_display="v"),
-        Binding("4,b", "tab('histogram')", "Histogram", key_display="b"),
+        Binding("4,b", "tab('histogram')", "Bars", key_display="b"),
         Binding("5,f", "tab('files')", "Files", show=False),
         Binding("6,e", "tab('changes')", "Changes", key_display="e"),
         Binding("i", "index", "Index", show=False),
         Binding("a", "all", "All elements", show=False),
-        Binding("n", "norms", "Norms", show=False),
-        Binding("y", "copy_name", "Copy name"),
+        Binding("R", "norms", "Norms", show=False),
+        Binding("y", "copy_name", "Copy"),
         Binding("c", "copy_line", "Copy line", show=False),
-        Binding("M", "meta", "Metadata"),
+        Binding("M", "meta", "Meta"),
         Binding("p", "problems", "Problems", show=False),
         Binding("t", "theme", "Light/dark", show=False),
         Binding("plus,equals_sign", "zoom(0.5)", "Zoom in", show=False),
@@ -103,6 +112,9 @@ class Browser(App[Exception]):
 
     def __init__(self, open_subject: Callable[[], Subject], title: str) -> None:
         super().__init__()
+        if self.console.color_system == "256":  # of the usual colours some become navy
+            self.register_theme(_DARK_256)
+            self.theme = _DARK_256.name
         self._open, self._path = open_subject, title
         self._facts = Content("opening")  # the second line of the screen
         self.subject: Subject | None = None
@@ -300,6 +312,15 @@ class Browser(App[Exception]):
             what = {"value": "difference" if isinstance(self.subject, Pair) else "norm"}.get(order, order)
             self.notify(f"ordered by {what}{', reversed' if reverse else ''}", timeout=1.5, markup=False)
 
+    def action_next(self, by: int) -> None:
+        """Go to the next tensor, or the one before, of those that are found or listed, opening levels."""
+        rows, row = self.rows, self.row
+        if rows is None or row is None:
+            return
+        name = rows.beside(row, by)
+        if name is not None:
+            self.names.go(rows.reveal(name))
+
     def action_order(self) -> None:
         if self.rows is not None:
             orders = ORDERS if self.names.heads else ORDERS[:-1]
@@ -448,7 +469,8 @@ class Browser(App[Exception]):
         self.push_screen(screens.keys())
 
     def action_theme(self) -> None:
-        self.theme = "textual-light" if self.current_theme.dark else "textual-dark"
+        dark = _DARK_256.name if self.console.color_system == "256" else "textual-dark"
+        self.theme = "textual-light" if self.current_theme.dark else dark
 
 
 def _key(row: Row | None) -> object:

@@ -30,17 +30,17 @@ class Heat(Widget, can_focus=True):
     """A heat map. It posts `Wanted` when another part has to be read; the application sets ``shown``."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("plus,equals_sign", "zoom(0.5)", "Zoom in", key_display="+"),
-        Binding("minus", "zoom(2)", "Zoom out", key_display="-"),
-        Binding("0", "whole", "Whole"),
+        Binding("plus,equals_sign", "zoom(0.5)", "Zoom", key_display="+ -"),
+        Binding("minus", "zoom(2)", "Zoom out", show=False),
+        Binding("0", "whole", "Whole", show=False),
         Binding("up,k", "pan(-1, 0)", "Pan", key_display="↑↓←→"),
         Binding("down,j", "pan(1, 0)", "down", show=False),
         Binding("left,h", "pan(0, -1)", "left", show=False),
         Binding("right,l", "pan(0, 1)", "right", show=False),
         Binding("a", "pool", "Mean/largest"),
-        Binding("less_than_sign,comma", "index(-1)", "Other dimensions", key_display="< >"),
+        Binding("less_than_sign,comma", "index(-1)", "index", show=False),
         Binding("greater_than_sign,full_stop", "index(1)", "index", show=False),
-        Binding("x", "dims", "Dimensions"),
+        Binding("X", "dims", "Dimensions", key_display="X < >"),
     ]
 
     class Wanted(Message):
@@ -85,7 +85,7 @@ class Heat(Widget, can_focus=True):
                 self.of = drawn(self.tensor, self.dims, self.index)
 
     def have(self, found: Picture | None) -> None:
-        self.shown, self.fresh = found, True
+        self.shown, self.fresh = found, found is not None
         self.refresh()
 
     @property
@@ -236,6 +236,11 @@ class Heat(Widget, can_focus=True):
         rows, cols = self.room
         return max(1, cols // shown.cols), max(1, rows // shown.rows)
 
+    @property
+    def _palette(self) -> str:
+        few = self.app.console.color_system in ("standard", "windows")
+        return "grey" if self.app.no_color else "few" if few else ""
+
     def on_mouse_leave(self) -> None:
         self.post_message(self.Pointed(""))
 
@@ -252,7 +257,7 @@ class Heat(Widget, can_focus=True):
     def _drawn(self, shown: Picture) -> list[Strip]:
         base = self.rich_style
         back = base.bgcolor.get_truecolor() if base.bgcolor is not None else ColorTriplet(0, 0, 0)
-        cells = colours(shown, self.app.current_theme.dark, (back.red, back.green, back.blue))
+        cells = colours(shown, self.app.current_theme.dark, (back.red, back.green, back.blue), self._palette)
         across, down = self._stretch(shown)
         cells = cells.repeat(across, axis=1).repeat(down, axis=0)
         if len(cells) % 2:

@@ -36,7 +36,7 @@ TABS = (
     ("files", "Files"),
     ("changes", "Changes"),
 )
-_NONE = "choose a tensor"
+_NONE = "choose a tensor: l opens a level, n goes to the next tensor"
 _LISTED = 200  # lines of the table of differences below a level
 
 
@@ -128,7 +128,8 @@ class Panes(Vertical):
             self.heat.show(None)
         self._tell(_NONE)
         for static in (self.files, self.changes, self.legend):
-            static.update(Content.styled(_NONE, "$text-muted"))
+            if not (static is self.legend and self._same):
+                static.update(Content.styled("reading…" if row is not None and row.leaf else _NONE, "$text-muted"))
         self.pointed.update("")
         self._told()
         if row is None:
@@ -290,13 +291,17 @@ class Panes(Vertical):
         if not heat.tensor.numel():
             self.legend.update("it has no elements")
             return
-        self.work["map"].ask(heat.read, self._have_map, lambda e: self.legend.update(error_content(e)))
+        self.work["map"].ask(heat.read, self._have_map, self._map_error)
 
     def _have_map(self, found: Any) -> None:
         heat = self.heat
         heat.have(found)
         if found is not None and heat.tensor is not None:
             self.legend.update(Content(legend(found, heat.tensor)))
+
+    def _map_error(self, error: Exception) -> None:
+        self.heat.have(None)
+        self.legend.update(error_content(error))
 
     def on_heat_pointed(self, event: Heat.Pointed) -> None:
         self.pointed.update(Content(event.text))

@@ -27,9 +27,11 @@ _NEGATIVE = {True: ((58, 142, 220), (150, 205, 255)), False: ((70, 140, 210), (8
 _POSITIVE = {True: ((222, 122, 34), (255, 205, 120)), False: ((222, 130, 50), (140, 56, 4))}
 _SIZES = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 _ODD = (255, 0, 170)
-_ROBUST = (
-    0.995  # share of the magnitudes at which the colours end: a single outlier would leave the rest without colour
-)
+# The same for terminals of 16 colours, from -1 to 1 and from 0 to 1, in the values that Rich has for them.
+_FEW_SIGNED = ((85, 255, 255), (0, 0, 170), (0, 0, 0), (170, 85, 0), (255, 255, 85))
+_FEW_SIZES = ((0, 0, 0), (0, 0, 170), (0, 170, 170), (255, 255, 85), (255, 255, 255))
+_GREYS = ((0, 0, 0), (255, 255, 255))
+_ROBUST = 0.995  # share of the magnitudes at which the colours end: outliers would leave the rest without colour
 
 Colour = tuple[int, int, int]
 Box = tuple[int, int, int, int]  # first row, row after the last, first column, column after the last
@@ -129,12 +131,20 @@ def numbers_of(t: LazyArray) -> tuple[int, ...]:
     return number_shape(t)
 
 
-def colours(shown: Picture, dark: bool, back: Colour) -> np.ndarray[Any, Any]:
-    """Return the colours of the cells, as an array of uint8 of shape (rows, columns, 3)."""
+def colours(shown: Picture, dark: bool, back: Colour, palette: str = "") -> np.ndarray[Any, Any]:
+    """Return the colours of the cells, as an array of uint8 of shape (rows, columns, 3).
+
+    ``palette`` is "grey" for a terminal without colours, where larger numbers are lighter, and "few" for 16 colours."""
     values = shown.values
     with np.errstate(invalid="ignore"):
         scaled = np.clip(np.nan_to_num(values / shown.most if shown.most else values * 0), -1, 1)
-    if shown.signed:
+    share = scaled / 2 + 0.5 if shown.signed else scaled
+    if palette == "grey":
+        found = _ramp(share, _GREYS)
+    elif palette == "few":
+        few = np.array(_FEW_SIGNED if shown.signed else _FEW_SIZES)
+        found = few[np.rint(share * (len(few) - 1)).astype(int)]
+    elif shown.signed:
         found = np.where(
             scaled[..., None] < 0, _ramp(-scaled, (back, *_NEGATIVE[dark])), _ramp(scaled, (back, *_POSITIVE[dark]))
         )
@@ -170,6 +180,8 @@ def legend(shown: Picture, t: LazyArray) -> str:
         parts.append("at " + ", ".join(f"{plane.at[d]} of {t.shape[d]:,}" for d in others))
     elif others:
         parts.append(f"pooled over {' x '.join(f'{t.shape[d]:,}' for d in others)}")
+    odd = ((shown.pixels.nan, "NaN"), (shown.pixels.inf, "Inf"))
+    parts += [f"{int(n.sum()):,} {what}" for n, what in odd if n is not None and n.any()]
     read = f"{human_bytes(shown.nbytes)} read"
     parts.append(read if shown.pixels.exact else f"{read}, a sample")
     return "  ".join(parts)

@@ -306,6 +306,15 @@ class Rows:
                 found += self._shown(child)
         return found
 
+    def beside(self, row: Row, by: int) -> str | None:
+        """Return the name of the tensor after a row, or before it; None at the end."""
+        names, node = self.outline.names, row.node
+        if isinstance(self.visible, Flat):
+            at = self.visible.find(row.start) + by
+            return self.visible[at].start if 0 <= at < len(self.visible) else None
+        at = node.leaf if row.leaf and node.leaf is not None else node.low - (by > 0)
+        return names[at + by] if 0 <= at + by < len(names) else None
+
     def reveal(self, name: str) -> int:
         """Open the levels down to a name, and return its row, or that of the nearest level above it, or the first."""
         if not name:
