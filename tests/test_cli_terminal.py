@@ -123,3 +123,27 @@ def test_keys_that_are_typed_while_browse_starts_are_no_filter(tmp_path: Path) -
     _, begun, screen = shown.partition(b"\x1b[?1049h")
     assert begun and b"layer" in screen
     assert b"zz" not in screen.split(b"\x1b[?2026$p")[-1]
+
+
+def test_an_interrupt_while_modules_are_imported() -> None:
+    code = """
+import sys
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+from lazyckpt.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_an_unknown_command_is_told_with_its_neighbours() -> None:
+    done = CliRunner().invoke(cli.app, ["comvert"])
+    assert done.exit_code == 2 and "did you mean convert" in done.stderr
+    done = CliRunner().invoke(cli.app, ["a\x1b[31m"])
+    assert done.exit_code == 2 and "'a\\x1b[31m'" in done.stderr and "\x1b" not in done.stderr
