@@ -147,3 +147,12 @@ def test_an_unknown_command_is_told_with_its_neighbours() -> None:
     assert done.exit_code == 2 and "did you mean convert" in done.stderr
     done = CliRunner().invoke(cli.app, ["a\x1b[31m"])
     assert done.exit_code == 2 and "'a\\x1b[31m'" in done.stderr and "\x1b" not in done.stderr
+
+
+def test_columns_are_aligned_beside_wide_characters(tmp_path: Path) -> None:
+    names = ["plain", "\u65e5\u672c", "e\u0301", " outer "]
+    torch.save({name: torch.ones(2) for name in names}, tmp_path / "x.pt")
+    lines = CliRunner().invoke(cli.app, ["ls", str(tmp_path / "x.pt")]).stdout.splitlines()[1:]
+    before = {line.split()[0]: line[: line.index("f32")] for line in lines if "outer" not in line}
+    assert {name: len(text) for name, text in before.items()} == {"plain": 11, "\u65e5\u672c": 9, "e\u0301": 12}
+    assert any(line.startswith("' outer '  f32") for line in lines)
