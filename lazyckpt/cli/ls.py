@@ -61,8 +61,8 @@ def ls(
     part = part_of(view, prefix)
     if as_json:
         pieces = _json(part)
-        while lines := "".join(islice(pieces, 100)):
-            sys.stdout.write(lines)
+        while some := "".join(islice(pieces, 100)):
+            sys.stdout.write(some)
         return
     write_line((summary(part), "bold"))
     lines = oddities(view)
