@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import html
+import json
 import os
 import re
 import shutil
@@ -28,14 +29,19 @@ from lazyckpt.browse import detail as code
 from lazyckpt.browse import fragments
 from lazyckpt.browse import grid as sheet
 from lazyckpt.browse import histogram as bars
-from lazyckpt.browse.pooling import matrix_shape, pooled
-from lazyckpt.browse.rows import Row, Rows, chosen
+from lazyckpt.browse.picture import drawn, picture
+from lazyckpt.browse.rows import Look, Row, Rows
+from lazyckpt.browse.search import Search
 from lazyckpt.browse.subject import One, Pair, Run, Subject, run_of
+from lazyckpt.explore import subject as explored
+from lazyckpt.explore.api import Explorer
 from lazyckpt.show.layout import drawing
+from lazyckpt.show.outline import Outline, outline
 from lazyckpt.show.values import sample
 from lazyckpt.testing.counting import opened
 
 from . import processes
+from .test_explore_tensor import packed
 
 pytest.importorskip("textual")
 
@@ -143,7 +149,7 @@ def walk(rows: Rows, above: Row) -> list[Row]:
 
 def test_levels_add_up(files: Path) -> None:
     view = lazyckpt.open(files / "model")
-    rows = Rows(view)
+    rows = Rows(outline(view))
     assert (rows.whole.tensors, rows.whole.numel, rows.whole.nbytes) == (len(view), view.numel, view.nbytes)
     leaves = walk(rows, rows.whole)
     assert sorted(row.start for row in leaves) == sorted(view) == sorted(rows.whole.names())
@@ -155,7 +161,7 @@ def test_levels_add_up(files: Path) -> None:
 
 
 def test_equal_layers_are_one_row(files: Path) -> None:
-    rows = Rows(lazyckpt.open(files / "model"))
+    rows = Rows(outline(lazyckpt.open(files / "model")))
     (fold,) = [row for row in rows.visible if row.folded]
     assert (fold.label, fold.start, len(fold.nodes)) == ("0-3", "model.layers.0-3.", 4)
     n = rows.visible.index(fold)
@@ -163,38 +169,35 @@ def test_equal_layers_are_one_row(files: Path) -> None:
     assert [row.label for row in rows.visible[n + 1 : n + 5]] == ["0", "1", "2", "3"]
     rows.close(n)
     assert rows.reveal("model.layers.2.mlp.up_proj.weight") and not fold.node.spec
-    rows.fold = False
-    at = rows.arrange("model.layers.2.")
+    rows = Rows(outline(lazyckpt.open(files / "model")), look=Look(fold=False))
+    at = rows.reveal("model.layers.2.")
     assert rows.visible[at].label == "2" and not any(row.folded for row in rows.visible)
 
 
 def test_orders(files: Path) -> None:
     view = lazyckpt.open(files / "model")
-    rows = Rows(view, lambda row: float(len(row.start)) if row.leaf else None)
-    rows.flat = True
     for order, key in (
         ("size", lambda row: -row.nbytes),
         ("dtype", lambda row: row.dtype),
         ("value", lambda row: -len(row.start)),
     ):
-        rows.order = order
-        rows.arrange()
+        rows = Rows(
+            outline(view), lambda row: float(len(row.start)) if row.leaf else None, look=Look(flat=True, order=order)
+        )
         listed = list(rows.visible)
         keys = [key(row) for row in listed if row.node.counted]
         assert len(listed) == len(view) and keys == sorted(keys), order
-    rows.flat, rows.order = False, "size"
-    rows.arrange()
+    rows = Rows(outline(view), look=Look(order="size"))
     sizes = [row.nbytes for row in rows.visible if row.depth == 0]
     assert sizes == sorted(sizes, reverse=True)
-    rows.reverse = True
-    rows.arrange()
+    rows = Rows(outline(view), look=Look(order="size", reverse=True))
     assert [row.nbytes for row in rows.visible if row.depth == 0] == sorted(sizes)
 
 
 def test_levels_of_odd_names(tmp_path: Path) -> None:
     names = ["a", "a-b", "a.b", "a.10", "a.9", "a.9.x.y.z", "", ".", "..x", "b.c.d.e", "b.c.d.f", "<b>[red]x"]
     save_file({n: torch.ones(2) for n in names}, tmp_path / "odd.safetensors")
-    rows = Rows(lazyckpt.open(tmp_path / "odd.safetensors"))
+    rows = Rows(outline(lazyckpt.open(tmp_path / "odd.safetensors")))
     assert sorted(row.start for row in walk(rows, rows.whole)) == sorted(names)
     top = rows.below(rows.whole)
     (a,) = [row for row in top if row.label == "a" and not row.leaf]
@@ -205,58 +208,59 @@ def test_levels_of_odd_names(tmp_path: Path) -> None:
     assert ("b.c.d", False) in [(row.label, row.leaf) for row in top]
 
 
-SHAPES = [(), (1,), (7,), (1000,), (5, 9), (300, 40), (4, 1, 60), (6, 5, 3, 3), (2, 3, 50, 20)]
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("how", ["mean", "absmax"])
-def test_pictures_are_exact(tmp_path: Path, shape: tuple[int, ...], how: Any) -> None:
+@pytest.mark.parametrize("shape", [(), (7,), (1000,), (5, 9), (4, 1, 60), (6, 5, 3, 3)])
+def test_the_picture_is_that_of_page_and_plot(tmp_path: Path, shape: tuple[int, ...]) -> None:
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    save_file({"x": whole}, tmp_path / "x.safetensors")
-    t = lazyckpt.open(tmp_path / "x.safetensors")["x"]
-    height, width = matrix_shape(t)
-    flat = np.full(height * width, np.nan)
-    flat[: whole.numel()] = whole.flatten().numpy()
-    matrix = flat.reshape(height, width)
-    for box in (None, (height // 3, height, width // 4, max(width // 4 + 1, width - 1))):
-        found = pooled(t, 6, 5, how, box)
-        top, bottom, left, right = found.box
-        rows, cols = found.values.shape
-        for n in range(rows):
-            for m in range(cols):
-                block = matrix[
-                    top + (bottom - top) * n // rows : top + (bottom - top) * (n + 1) // rows,
-                    left + (right - left) * m // cols : left + (right - left) * (m + 1) // cols,
-                ]
-                block = block[np.isfinite(block)]
-                want = (np.mean(block) if how == "mean" else np.abs(block).max()) if block.size else np.nan
-                assert np.isclose(found.values[n, m], want, equal_nan=True), (n, m)
-        assert not found.odd.any() and found.every == 1
-
-
-def test_pictures_of_large_tensors_read_little(tmp_path: Path) -> None:
-    whole = torch.arange(1000.0)[:, None].expand(1000, 256).contiguous()
-    whole[500, 3] = float("nan")
+    if whole.ndim:
+        whole.view(-1)[3] = float("nan")
     save_file({"x": whole}, tmp_path / "x.safetensors")
     view, counts = opened(tmp_path / "x.safetensors")
     t = view["x"]
+    explorer = Explorer(explored.Subject(view))
+    about = json.loads(explorer.answer("tensor", {"name": "x"}).body)
+    wrap = {"wrap": about["wrap"]} if about["wrap"] else {}
+    _, arrays = packed(explorer, "tensor/tile", name="x", rows=6, cols=5, **wrap)
     counts.clear()
-    found = pooled(t, 20, 16, "mean", None, budget=100 * 1024)
-    assert found.every == 10 and found.nbytes == 100 * 1024
-    assert counts.bytes <= 2 * found.nbytes
-    assert np.allclose(found.values, np.arange(20)[:, None] * 50 + 25, atol=5)
-    found = pooled(t, 20, 16, "mean", (500, 520, 0, 16))
-    assert found.odd.sum() == 1 and found.odd[0, 3] and np.isnan(found.values[0, 3])
-    one = pooled(t, 50, 16, "absmax", None, budget=4 * 1024)  # fewer rows than lines of the screen
-    assert one.nbytes <= 8 * 1024 and not np.isnan(one.values).any()
+    found = picture(t, 6, 5, "mean", None, drawn(t))
+    assert counts.bytes == found.nbytes == whole.nbytes
+    assert np.array_equal(found.values.astype(np.float32), arrays["mean"], equal_nan=True)
+    assert found.odd.sum() == (1 if whole.ndim else 0)
+    plotted = pytest.importorskip("matplotlib.pyplot") and t.plot.heatmap(cells=8).images[0].get_array()
+    again = picture(t, 8, 8, "mean", None, drawn(t)).values
+    assert np.array_equal(np.ma.filled(plotted, np.nan), again, equal_nan=True)
+    for n in range(2):  # the other dimensions, by index
+        of = drawn(t, index=n)
+        values = picture(t, 100, 100, "mean", None, of).values
+        block = whole.reshape(-1, *shape[-2:])[n] if len(shape) > 2 else whole
+        flat = np.full(values.size, np.nan, np.float32)
+        flat[: block.numel()] = block.flatten()
+        assert np.array_equal(values.flatten(), flat, equal_nan=True)
 
 
-def test_filters(files: Path) -> None:
+def test_search(files: Path) -> None:
     view = lazyckpt.open(files / "model")
-    assert set(chosen(view, "layers.1.mlp")) == set(view.select("*layers.1.mlp*"))
-    assert set(chosen(view, "model.*norm.weight")) == set(view.select("model.*norm.weight"))
-    assert len(chosen(view, "nothing")) == 0
-    assert chosen(view, "") is view
+    finder = Search(outline(view))
+    for text in ("l", "layers.1", "layers.1.MLP", "norm", "model.*norm.weight", "nothing", ""):
+        small = text.lower()
+        want = {n for n in view if small in n.lower()} | (set(view.select(text)) if "*" in text else set())
+        of = finder.found(text)
+        assert list(of.names) == sorted(want), text
+        assert of.root.nbytes == view.select(want.__contains__).nbytes
+
+
+def test_a_tied_tensor_that_is_found_counts_once(tmp_path: Path) -> None:
+    w = torch.ones(3, 2)
+    torch.save({"a.w": w, "b.w": w, "c.w": w, "d": torch.ones(1)}, tmp_path / "tied.pt")
+    view = lazyckpt.open(tmp_path / "tied.pt")
+    finder = Search(outline(view))
+    for text in ("w", "b", "c.w", "d", ""):
+        of = finder.found(text)
+        assert of.root.nbytes == view.select(set(of.names).__contains__).nbytes == sum(r.nbytes for r in walk_all(of))
+
+
+def walk_all(of: Outline) -> list[Row]:
+    rows = Rows(of)
+    return walk(rows, rows.whole)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (100,), (3, 0), (5, 9), (4, 1, 6), (2, 3, 4), (2, 2, 3, 5)])
@@ -321,7 +325,7 @@ def test_opens_and_moves_without_reading(files: Path, size: tuple[int, int]) -> 
         await press(app, pilot, "f")
         assert shown(app, "One file has all of it")
         await press(app, pilot, "question_mark")
-        await press(app, pilot, "escape", "s", "escape", "up", "down", "left")
+        await press(app, pilot, "escape", "x", "escape", "up", "down", "left")
         keep(app, f"map-{size[0]}x{size[1]}")
         assert counts.requests == 0
 
@@ -462,7 +466,7 @@ def test_states(files: Path, size: tuple[int, int]) -> None:
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         await go_to(app, pilot, "0.weight")
-        await press(app, pilot, "s")
+        await press(app, pilot, "x")
         assert app.screen.query_one(OptionList).option_count == len(lazyckpt.open(path).states) + 1
         await press(app, pilot, "down", "enter")
         assert app.subject is not None and app.subject.view.state == "exp_avg"
@@ -474,7 +478,7 @@ def test_states(files: Path, size: tuple[int, int]) -> None:
         assert f"{read.flatten()[0].item():.4g}" == app.panes.grid.window.cells[0][0]
         assert screen(app)[1].startswith(" exp_avg | torch")
         app.filter.value = ""
-        await press(app, pilot, "s", "end", "enter")
+        await press(app, pilot, "x", "end", "enter")
         assert app.subject.view.state == "stored" and app.row is not None
         eval(app.line, {"lazyckpt": lazyckpt})
         assert ".stored[" in app.line
@@ -543,6 +547,12 @@ def test_many_names_open_at_once(tmp_path: Path) -> None:
         assert app.row is not None and app.row.start == "layers.1150.b" and len(app.rows.visible) == 1
         await press(app, pilot, "enter", "escape")
         assert len(app.rows.visible) == 2400 and app.row.start == "layers.1150.b"
+        await press(app, pilot, "L", "slash", *".a", "enter", "g")
+        for name in ("0.a", "1.a", "10.a"):  # each in its level, which is opened
+            await press(app, pilot, "n")
+            assert app.row.start == f"layers.{name}"
+        await press(app, pilot, "N", "N", "N")
+        assert app.row.start == "layers.0.a"
 
     drive(tmp_path / "big.safetensors", do)
 
@@ -571,17 +581,17 @@ def test_orders_and_norms(files: Path) -> None:
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         assert app.rows is not None
-        await press(app, pilot, "L", "o")
+        await press(app, pilot, "L", "s")
         sizes = [row.nbytes for row in app.rows.visible]
         assert sizes == sorted(sizes, reverse=True)
-        await press(app, pilot, "n")
-        await press(app, pilot, "o", "o", "g")
+        await press(app, pilot, "R")
+        await press(app, pilot, "s", "s", "g")
         norms = {name: float(view[name][...].double().norm()) for name in view}
         assert app.row is not None and norms[app.row.start] == max(norms.values())
         assert shown(app, f"{norms[app.row.start]:.4g}")
         await pilot.click("#titles", offset=(3, 0))
         await settle(app, pilot)
-        assert app.rows.order == "name"
+        assert app.look.order == "name"
         keep(app, "norms")
 
     drive(files / "model", do)
@@ -626,18 +636,18 @@ def test_heat_maps(files: Path) -> None:
         assert heat.shown is not None and shown(app, "▀")
         assert counts.bytes == t.nbytes
         whole = t[...].float()
-        assert heat.shown.part.box == (0, 512, 0, 128)
+        assert heat.shown.box == (0, 512, 0, 128)
         heat.focus()
         await press(app, pilot, "plus", "plus", "plus", "plus", "plus")
-        top, bottom, left, right = heat.shown.part.box
+        top, bottom, left, right = heat.shown.box
         assert (bottom - top, right - left) == (16, 4)
-        assert np.allclose(heat.shown.part.values, whole[top:bottom, left:right])
+        assert np.allclose(heat.shown.values, whole[top:bottom, left:right])
         await press(app, pilot, "l", "j")
-        assert heat.shown.part.box == (top + 4, bottom + 4, left + 1, right + 1)
+        assert heat.shown.box == (top + 4, bottom + 4, left + 1, right + 1)
         await press(app, pilot, "a")
-        assert np.allclose(heat.shown.part.values, whole[top + 4 : bottom + 4, left + 1 : right + 1].abs())
+        assert np.allclose(heat.shown.values, whole[top + 4 : bottom + 4, left + 1 : right + 1].abs())
         await press(app, pilot, "minus", "0")
-        assert heat.shown.part.box == (0, 512, 0, 128)
+        assert heat.shown.box == (0, 512, 0, 128)
         keep(app, "heat")
 
     drive(files / "model", do, view=view)
@@ -716,8 +726,8 @@ def test_a_comparison(tmp_path: Path) -> None:
             await go_to(app, pilot, name)
             await press(app, pilot, "m", "v", "e", "f")
         app.filter.value = ""
-        await press(app, pilot, "o", "o", "o", "g")
-        assert app.rows is not None and app.rows.order == "value"
+        await press(app, pilot, "s", "s", "s", "g")
+        assert app.rows is not None and app.look.order == "value"
 
     drive(tmp_path, do, subject=lambda: Pair(one(tmp_path / "a.safetensors"), one(tmp_path / "b.safetensors")))
 
@@ -788,7 +798,7 @@ def test_a_lost_file(zero_cases: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(60, 20), (30, 10)])
 def test_small_terminals(files: Path, size: tuple[int, int]) -> None:
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
-        keys = ("m", "v", "down", "b", "a", "d", "f", "e", "M", "escape", "question_mark", "escape", "s", "escape", "t")
+        keys = ("m", "v", "down", "b", "a", "d", "f", "e", "M", "escape", "question_mark", "escape", "x", "escape", "t")
         await press(app, pilot, *keys)
         await pilot.resize_terminal(100, 30)
         await press(app, pilot, "v")
@@ -907,6 +917,24 @@ def test_the_command_in_a_terminal(files: Path, colour: bool) -> None:
     os.close(ours)
     coloured = [c for c in re.findall(rb"[34]8;2;(\d+);(\d+);(\d+)", seen) if len(set(c)) > 1]
     assert bool(coloured) == colour
+
+
+def test_the_first_frame_needs_no_torch() -> None:
+    """It is drawn before the checkpoint is opened, and what takes long to import is imported after it."""
+    code = """
+import sys
+from lazyckpt.browse.app import Browser
+
+def open_subject():
+    seen.append(("torch" in sys.modules, browser.names.size.height > 5))
+    raise OSError("it is not opened")
+
+seen = []
+browser = Browser(open_subject, "x")
+print(browser.run(headless=True), seen)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "it is not opened [(False, True)]\n", done.stderr
 
 
 @pytest.mark.slow

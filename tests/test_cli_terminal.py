@@ -123,3 +123,36 @@ def test_keys_that_are_typed_while_browse_starts_are_no_filter(tmp_path: Path) -
     _, begun, screen = shown.partition(b"\x1b[?1049h")
     assert begun and b"layer" in screen
     assert b"zz" not in screen.split(b"\x1b[?2026$p")[-1]
+
+
+def test_an_interrupt_while_modules_are_imported() -> None:
+    code = """
+import sys
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+from lazyckpt.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_an_unknown_command_is_told_with_its_neighbours() -> None:
+    done = CliRunner().invoke(cli.app, ["comvert"])
+    assert done.exit_code == 2 and "did you mean convert" in done.stderr
+    done = CliRunner().invoke(cli.app, ["a\x1b[31m"])
+    assert done.exit_code == 2 and "'a\\x1b[31m'" in done.stderr and "\x1b" not in done.stderr
+
+
+def test_columns_are_aligned_beside_wide_characters(tmp_path: Path) -> None:
+    names = ["plain", "\u65e5\u672c", "e\u0301", " outer "]
+    torch.save({name: torch.ones(2) for name in names}, tmp_path / "x.pt")
+    lines = CliRunner().invoke(cli.app, ["ls", str(tmp_path / "x.pt")]).stdout.splitlines()[1:]
+    before = {line.split()[0]: line[: line.index("f32")] for line in lines if "outer" not in line}
+    assert {name: len(text) for name, text in before.items()} == {"plain": 11, "\u65e5\u672c": 9, "e\u0301": 12}
+    assert any(line.startswith("' outer '  f32") for line in lines)

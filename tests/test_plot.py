@@ -322,7 +322,7 @@ def test_heat_maps(tmp_path: Path) -> None:
     assert view["positive"].plot.heatmap().images[0].norm.vmin >= 0
     part = view["cube"].plot.heatmap(dims=(0, 2), at={1: 3})
     assert np.asarray(part.images[0].get_array()) == pytest.approx(view["cube"][:, 3].double().numpy())
-    assert view["long"].plot.heatmap().images[0].get_array().shape[1] == 128
+    assert view["long"].plot.heatmap().images[0].get_array().shape[1] == 64
     with pytest.raises(DataError, match="no pooling"):
         view["w"].plot.heatmap("median")
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -71,36 +73,72 @@ def test_options_need_no_torch(path: Path) -> None:
         assert done.stdout and not done.stderr, words
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shell", ["bash", "zsh"])
-def test_in_a_shell(path: Path, shell: str, tmp_path: Path) -> None:
-    """The script that --install-completion installs, called as the shell calls it."""
-    program = shutil.which(shell)
-    if program is None:
+@pytest.fixture(scope="module")
+def shells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of shells in whose home the completion is installed by the one command."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "lazyckpt").write_text(f'#!/bin/sh\nexec {sys.executable} -m lazyckpt "$@"\n')
+    (home / "lazyckpt").chmod(0o755)
+    env = os.environ | {"PATH": f"{home}:{os.environ['PATH']}", "HOME": str(home), "PYTHONPATH": str(ROOT)}
+    env |= {"XDG_CONFIG_HOME": str(home / ".config"), "ZDOTDIR": str(home), "TERM": "xterm"}
+    for shell in filter(shutil.which, ("bash", "zsh", "fish")):
+        done = subprocess.run(
+            ["lazyckpt", "--install-completion", shell], capture_output=True, text=True, check=False,
+            env=env | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    return env
+
+
+def program(shell: str) -> str:
+    found = shutil.which(shell)
+    if found is None:
         pytest.skip(f"there is no {shell}")
-    (tmp_path / "lazyckpt").write_text(f'#!/bin/sh\nexec {sys.executable} -m lazyckpt "$@"\n')
-    (tmp_path / "lazyckpt").chmod(0o755)
-    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        ["lazyckpt", "--install-completion", shell], env=env | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    if shell == "bash":
-        script = (
-            f"source {tmp_path}/.bash_completions/lazyckpt.sh; COMP_WORDS=(lazyckpt show {path} model.l); "
-            'COMP_CWORD=3; _lazyckpt_completion lazyckpt; printf "%s\\n" "${COMPREPLY[@]}"'
-        )
-        want = "model.layers.0.\nmodel.layers.1.\nmodel.layers.10.\n"
-    else:
-        script = (
-            f"words=(lazyckpt show {path} model.l); CURRENT=4; compdef() {{ :; }}; "
-            f'_arguments() {{ print -r -- "$*"; }}; source {tmp_path}/.zfunc/_lazyckpt; _lazyckpt_completion'
-        )
-        want = '*: :(("model.layers.0."\n"model.layers.1."\n"model.layers.10."))\n'
-    done = subprocess.run([program, "-c", script], env=env, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == (want, "")
-    assert not (tmp_path / "hacked").exists()
+    return found
+
+
+LEVELS = "model.layers.0.\nmodel.layers.1.\nmodel.layers.10.\n"
+
+
+@pytest.mark.slow
+def test_in_bash(path: Path, shells: dict[str, str]) -> None:
+    script = (
+        f"source {shells['HOME']}/.bash_completions/lazyckpt.sh; COMP_WORDS=(lazyckpt show {path} model.l); "
+        'COMP_CWORD=3; _lazyckpt_completion lazyckpt; printf "%s\\n" "${COMPREPLY[@]}"'
+    )
+    done = subprocess.run([program("bash"), "-c", script], env=shells, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (LEVELS, "")
+
+
+@pytest.mark.slow
+def test_in_fish(path: Path, shells: dict[str, str]) -> None:
+    """`complete -C` prints what Tab offers."""
+    script = f"complete -C 'lazyckpt show {path} model.l'; complete -C 'lazyckpt ls {path.parent}/mod'"
+    done = subprocess.run([program("fish"), "-c", script], env=shells, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{LEVELS}{path}\n", done.stderr
+
+
+@pytest.mark.slow
+def test_in_zsh(path: Path, shells: dict[str, str]) -> None:
+    """An interactive zsh completes at the first Tab."""
+    pty = pytest.importorskip("pty")
+    ours, theirs = pty.openpty()
+    seen = b""
+    with subprocess.Popen(
+        [program("zsh"), "-i"], env=shells, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as zsh:
+        os.close(theirs)
+        try:
+            for typed, awaited in ((b"PS1=ready\n", b"Jready"), (f"lazyckpt show {path} model.n\t".encode(), b"orm")):
+                os.write(ours, typed)
+                end = time.monotonic() + 30
+                while awaited not in seen and time.monotonic() < end:
+                    if select.select([ours], [], [], 0.1)[0]:
+                        seen += os.read(ours, 1 << 16)
+                assert awaited in seen, seen
+        finally:
+            zsh.kill()
+    os.close(ours)
 
 
 @given(st.lists(st.lists(st.sampled_from("ab01"), min_size=1, max_size=4).map(".".join), max_size=12), st.text("ab01."))

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.events import Click
+from textual.theme import BUILTIN_THEMES
 from textual.widgets import Footer, Input, Static
 
 from ..errors import and_more, printable
 from ..show.about import facts_of
 from ..show.differences import cosine_text, degree, relative_text
+from ..show.outline import outline
 from . import screens
-from .background import Background, error_text
+from .background import Background, Check, error_text
 from .measures import AT_ONCE, Measures
 from .names import Mark, Names
 from .panes import Panes
-from .rows import OPENED, ORDERS, Row, Rows, chosen
+from .rows import OPENED, ORDERS, Look, Row, Rows
+from .search import Search
 from .steps import Slider
 from .subject import Pair, Run, Subject
 
@@ -29,6 +34,23 @@ _PROBLEMS = 2  # maximum number of problems at the top of the screen
 _PAUSE = 0.12  # seconds between the last key typed into the search and searching
 _FOUND = 400  # levels of a search's result are opened up to this many rows
 _CLASSES = {"none": "dim", "small": "good", "medium": "warn", "large": "bad"}
+
+
+_DARK_256 = replace(
+    BUILTIN_THEMES["textual-dark"], name="lazyckpt-256", primary="#0087d7", background="#121212", surface="#1c1c1c",
+    panel="#303030", boost="#262626",
+)  # fmt: skip
+
+
+class _Names(NamedTuple):
+    """Rows, the search and the arrangement that they are of, and the row of the name ``at``."""
+
+    finder: Search
+    text: str
+    look: Look
+    rows: Rows
+    at: str
+    cursor: int
 
 
 class Titles(Static):
@@ -40,7 +62,7 @@ class Titles(Static):
         title = app.names.title_at(event.x)
         order = title if title in ("name", "size", "dtype") else "value" if title in app.names.heads else None
         if order is not None and app.rows is not None:
-            app.arrange(order, not app.rows.reverse if app.rows.order == order else False)
+            app.arrange(order, not app.look.reverse if app.look.order == order else False)
 
 
 class Browser(App[Exception]):
@@ -57,26 +79,28 @@ class Browser(App[Exception]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "keys", "Help", key_display="?"),
         Binding("slash", "search", "Search", key_display="/"),
-        Binding("o", "order", "Order"),
-        Binding("O", "reverse", "Reverse", show=False),
-        Binding("u", "fold", "Unfold"),
+        Binding("n", "next(1)", "Next", key_display="n N", show=False),
+        Binding("N", "next(-1)", "Previous", show=False),
+        Binding("s", "order", "Sort"),
+        Binding("S", "reverse", "Reverse", show=False),
+        Binding("u", "fold", "Fold"),
         Binding("L", "flat", "List", show=False),
-        Binding("s", "state", "State"),
+        Binding("x", "state", "State"),
         Binding("w", "side", "A/B"),
         Binding("left_square_bracket", "step(-1)", "Step", key_display="[ ]"),
         Binding("right_square_bracket", "step(1)", "Step", show=False),
         Binding("1,d", "tab('about')", "About", show=False),
-        Binding("2,m", "tab('map')", "Heat map", key_display="m"),
+        Binding("2,m", "tab('map')", "Map", key_display="m"),
         Binding("3,v", "tab('values')", "Values", key_display="v"),
-        Binding("4,b", "tab('histogram')", "Histogram", key_display="b"),
+        Binding("4,b", "tab('histogram')", "Bars", key_display="b"),
         Binding("5,f", "tab('files')", "Files", show=False),
         Binding("6,e", "tab('changes')", "Changes", key_display="e"),
         Binding("i", "index", "Index", show=False),
         Binding("a", "all", "All elements", show=False),
-        Binding("n", "norms", "Norms", show=False),
-        Binding("y", "copy_name", "Copy name"),
+        Binding("R", "norms", "Norms", show=False),
+        Binding("y", "copy_name", "Copy"),
         Binding("c", "copy_line", "Copy line", show=False),
-        Binding("M", "meta", "Metadata"),
+        Binding("M", "meta", "Meta"),
         Binding("p", "problems", "Problems", show=False),
         Binding("t", "theme", "Light/dark", show=False),
         Binding("plus,equals_sign", "zoom(0.5)", "Zoom in", show=False),
@@ -88,6 +112,9 @@ class Browser(App[Exception]):
 
     def __init__(self, open_subject: Callable[[], Subject], title: str) -> None:
         super().__init__()
+        if self.console.color_system == "256":  # of the usual colours some become navy
+            self.register_theme(_DARK_256)
+            self.theme = _DARK_256.name
         self._open, self._path = open_subject, title
         self._facts = Content("opening")  # the second line of the screen
         self.subject: Subject | None = None
@@ -96,20 +123,24 @@ class Browser(App[Exception]):
         self._at = ""  # name or prefix of the row; kept while a search hides the row
         self.row: Row | None = None
         self._searched = ""  # the search whose names are shown or being computed
+        self._finder: Search | None = None  # of the subject's names
+        self._arranged: tuple[str, Look] = "", Look()  # the search and the arrangement of the rows
+        self.look = Look()
         self.head, self.problems = Static(id="head", markup=False), Static(id="problems", markup=False)
         self.filter = Input(placeholder="/ search: part of a name, or a glob", id="filter")
         self.names, self.titles, self.slider = Names(), Titles(id="titles", markup=False), Slider()
         self.measures = Measures(self._measured)
         self.panes = Panes(self, self._indicate, self._show_code, self.measures)
         self.code = Static(id="code", markup=False)
-        self._names = Background(self, self._indicate)  # opens, changes states and steps, searches
+        self._opens = Background(self, self._indicate)  # opens, changes states and steps
+        self._names = Background(self, self._indicate)  # searches and arranges the names
 
     @property
     def busy(self) -> bool:
         """Whether any background work is running or pending."""
         return (
-            self.filter.value != self._searched or self._names.busy or self.panes.busy or self.measures.busy
-            or _key(self.names.row) != _key(self.row)
+            self.filter.value != self._searched or self._opens.busy or self._names.busy or self.panes.busy
+            or self.measures.busy or _key(self.names.row) != _key(self.row)
         )  # fmt: skip
 
     # -- the screen
@@ -132,7 +163,9 @@ class Browser(App[Exception]):
         self.names.on_heads = lambda: self.titles.update(Content(self.names.header()))
         self.names.focus()
         self._indicate()
-        self.call_after_refresh(self._names.ask, self._work_open, self._have_subject, self.exit)
+        self.call_after_refresh(
+            self._opens.ask, lambda check: self._prepared(self._open, check), self._have_subject, self.exit
+        )
 
     def on_unmount(self) -> None:
         self.panes.bars.drop()
@@ -151,30 +184,34 @@ class Browser(App[Exception]):
         if self.measures.busy:
             mark = Content.styled(f" {self.measures.progress}, Esc stops ", "reverse")
         else:
-            waiting = self._names.busy or self.panes.busy
+            waiting = self._opens.busy or self._names.busy or self.panes.busy
             mark = Content.styled(" reading… ", "reverse") if waiting else Content("")
         self.head.update(Content.assemble((printable(self._path), "bold"), " ", mark, "\n", self._facts))
 
     # -- opening, states, steps
 
-    def _work_open(self) -> tuple[Subject, Rows, str]:
-        return self._prepared(self._open(), "")
+    def _prepared(self, change: Callable[[], Subject], check: Check) -> tuple[Subject, str, _Names]:
+        subject = change()
+        names = self._names_of(Search(outline(subject.view)), isinstance(subject, Pair), check)
+        if self.subject is None:  # what was opened stays: to look through it for garbage would halt the screen
+            gc.freeze()
+        return subject, subject.facts, names
 
-    def _prepared(self, subject: Subject, text: str) -> tuple[Subject, Rows, str]:
-        return subject, self._rows_of(subject, text), subject.facts
+    def _names_of(self, finder: Search, pair: bool, check: Check) -> _Names:
+        """Return the rows of the names that are searched for, as they are to be arranged. Rows that are open stay so,
+        unless the search is another one."""
+        text, look = self._searched, self.look
+        of = finder.found(text, check)
+        check()
+        opened = self.rows.opened if self.rows is not None and text == self._arranged[0] else ()
+        value = self.measures.farness if pair else self.measures.norm
+        rows = Rows(of, value, _FOUND if text else OPENED, look, opened)
+        at = self._at
+        return _Names(finder, text, look, rows, at, rows.reveal(at))
 
-    def _rows_of(self, subject: Subject, text: str) -> Rows:
-        value = self.measures.farness if isinstance(subject, Pair) else self.measures.norm
-        rows = Rows(chosen(subject.view, text), value, _FOUND if text else OPENED)
-        before = self.rows
-        if before is not None:
-            rows.fold, rows.flat, rows.order, rows.reverse = before.fold, before.flat, before.order, before.reverse
-            if (rows.fold, rows.flat, rows.order, rows.reverse) != (True, False, ORDERS[0], False):
-                rows.arrange()
-        return rows
-
-    def _have_subject(self, found: tuple[Subject, Rows, str]) -> None:
-        self.subject, rows, text = found
+    def _have_subject(self, found: tuple[Subject, str, _Names]) -> None:
+        self.subject, text, names = found
+        self._finder = names.finder
         self.side = self.side or (self.subject.sides[0] if self.subject.sides else "")
         self.row = None
         self.measures.stop()
@@ -189,15 +226,25 @@ class Browser(App[Exception]):
         self.problems.set_class(bool(lines), "some")
         self.problems.update(Content("\n".join(lines)))
         self.names.heads, self.names.extra = (), lambda row: ()
-        self._have_rows(rows)
+        self._have_names(names)
+        if (names.text, names.look) != (self._searched, self.look):  # they have changed meanwhile
+            self._arrange()
         self.refresh_bindings()
         if isinstance(self.subject, Pair):
             self._compare(self.subject)
 
-    def _have_rows(self, rows: Rows) -> None:
-        self.rows = rows
-        self.names.found = self._searched.lower()
-        self.names.show(rows, self._at)
+    def _arrange(self) -> None:
+        """Show the names that are searched for, as they are to be arranged."""
+        finder, pair = self._finder, isinstance(self.subject, Pair)
+        if finder is not None:
+            self._names.ask(lambda check: self._names_of(finder, pair, check), self._have_names, self._error)
+
+    def _have_names(self, names: _Names) -> None:
+        if names.finder is not self._finder:
+            return  # there is another subject
+        self.rows, self._arranged = names.rows, (names.text, names.look)
+        self.names.found = names.text.lower()
+        self.names.show(names.rows, names.cursor if names.at == self._at else names.rows.reveal(self._at))
         self.titles.update(Content(self.names.header()))
         self._indicate()
 
@@ -206,9 +253,8 @@ class Browser(App[Exception]):
 
     def _change(self, change: Callable[[], Subject]) -> None:
         """Show another subject, which ``change`` makes on a thread."""
-        text = self.filter.value
-        self._searched = text
-        self._names.ask(lambda: self._prepared(change(), text), self._have_subject, self._error)
+        self._searched = self.filter.value
+        self._opens.ask(lambda check: self._prepared(change, check), self._have_subject, self._error)
 
     def action_state(self) -> None:
         if self.subject is not None:
@@ -254,37 +300,43 @@ class Browser(App[Exception]):
             self.set_timer(_PAUSE, partial(self._search, event.value))
 
     def _search(self, text: str) -> None:
-        subject = self.subject
-        if subject is not None and text == self.filter.value:  # the user has stopped typing
+        if text == self.filter.value:  # the user has stopped typing
             self._searched = text
-            self._names.ask(lambda: self._rows_of(subject, text), self._have_rows, self._error)
+            self._arrange()
 
     def arrange(self, order: Any, reverse: bool) -> None:
         """Order the names."""
         if self.rows is not None:
-            self.rows.order, self.rows.reverse = order, reverse
-            self.names.reorder()
+            self.look = replace(self.look, order=order, reverse=reverse)
+            self._arrange()
             what = {"value": "difference" if isinstance(self.subject, Pair) else "norm"}.get(order, order)
             self.notify(f"ordered by {what}{', reversed' if reverse else ''}", timeout=1.5, markup=False)
+
+    def action_next(self, by: int) -> None:
+        """Go to the next tensor, or the one before, of those that are found or listed, opening levels."""
+        rows, row = self.rows, self.row
+        if rows is None or row is None:
+            return
+        name = rows.beside(row, by)
+        if name is not None:
+            self.names.go(rows.reveal(name))
 
     def action_order(self) -> None:
         if self.rows is not None:
             orders = ORDERS if self.names.heads else ORDERS[:-1]
-            self.arrange(orders[(orders.index(self.rows.order) + 1) % len(orders)], False)
+            self.arrange(orders[(orders.index(self.look.order) + 1) % len(orders)], False)
 
     def action_reverse(self) -> None:
         if self.rows is not None:
-            self.arrange(self.rows.order, not self.rows.reverse)
+            self.arrange(self.look.order, not self.look.reverse)
 
     def action_fold(self) -> None:
-        if self.rows is not None:
-            self.rows.fold = not self.rows.fold
-            self.names.reorder()
+        self.look = replace(self.look, fold=not self.look.fold)
+        self._arrange()
 
     def action_flat(self) -> None:
-        if self.rows is not None:
-            self.rows.flat = not self.rows.flat
-            self.names.reorder()
+        self.look = replace(self.look, flat=not self.look.flat)
+        self._arrange()
 
     def action_leave(self) -> None:
         """Go back one step: stop reading, leave the index, or clear the search."""
@@ -349,15 +401,15 @@ class Browser(App[Exception]):
         if subject is None or self.rows is None or isinstance(subject, Pair):
             return
         self.names.heads, self.names.extra = ("norm",), self._of_norm
-        self.measures.start(subject, list(self.rows.view))
+        self.measures.start(subject, self.rows.outline.names)
         self._measured()
 
     def _measured(self) -> None:
         self._indicate()
         self.names.renumber()
         self.panes.renew()
-        if not self.measures.busy and self.rows is not None and self.rows.order == "value":
-            self.names.reorder()
+        if not self.measures.busy and self.look.order == "value":
+            self._arrange()
 
     # -- panes
 
@@ -417,7 +469,8 @@ class Browser(App[Exception]):
         self.push_screen(screens.keys())
 
     def action_theme(self) -> None:
-        self.theme = "textual-light" if self.current_theme.dark else "textual-dark"
+        dark = _DARK_256.name if self.console.color_system == "256" else "textual-dark"
+        self.theme = "textual-light" if self.current_theme.dark else dark
 
 
 def _key(row: Row | None) -> object:

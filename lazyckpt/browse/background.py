@@ -13,9 +13,15 @@ from textual.content import Content
 
 from ..errors import LazyckptError, printable
 
+Check = Callable[[], None]
+
+
+class Unwanted(Exception):
+    """The result of a job is no longer wanted."""
+
 
 class _Job(NamedTuple):
-    work: Callable[[], Any]
+    work: Callable[[Check], Any]
     done: Callable[[Any], None]
     failed: Callable[[Exception], None]
 
@@ -36,10 +42,13 @@ class Background:
     def busy(self) -> bool:
         return self._now is not None
 
-    def ask(self, work: Callable[[], Any], done: Callable[[Any], None], failed: Callable[[Exception], None]) -> None:
+    def ask(
+        self, work: Callable[[Check], Any], done: Callable[[Any], None], failed: Callable[[Exception], None]
+    ) -> None:
         """Run ``work`` on a thread, then call ``done`` with its result, or ``failed`` with its error, on this thread.
 
-        Neither is called if another job has been requested in the meantime."""
+        Neither is called if another job has been requested in the meantime. ``work`` takes a function that raises
+        `Unwanted` from then on: long work calls it now and then."""
         job = _Job(work, done, failed)
         if self._now is None:
             self._start(job)
@@ -56,11 +65,15 @@ class Background:
         self._now, self._next = job, None
         loop = asyncio.get_running_loop()
 
+        def check() -> None:
+            if self._now is not job or self._next is not None:
+                raise Unwanted
+
         def go() -> None:
             result: Any = None
             error: Exception | None = None
             try:
-                result = job.work()
+                result = job.work(check)
             except Exception as e:  # file systems of URLs raise their own types; every error is shown
                 error = e
             with suppress(RuntimeError):  # the program has ended and its loop is closed

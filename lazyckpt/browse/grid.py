@@ -15,6 +15,7 @@ from textual.widget import Widget
 
 from ..lazy import LazyArray
 from ..show.values import as_numbers
+from .background import Check
 
 # -- A window of the elements of a tensor, as rows and columns of text. Only the window is read.
 
@@ -145,7 +146,7 @@ class Grid(Widget, can_focus=True):
         columns = max(1, width // (cell_width(self.tensor) + 1))
         return max(1, self.size.height - 1), min(8, columns) if self.tensor.ndim < 2 else columns
 
-    def read(self) -> Window:
+    def read(self, check: Check) -> Window:
         """Read the current window from the files."""
         assert self.tensor is not None  # the callers check it
         return window(self.tensor, self.row, self.col, *self.room)

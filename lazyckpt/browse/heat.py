@@ -1,12 +1,13 @@
-"""The heat map of a tensor in half blocks, with zoom and pan. At most some MiB of what is shown are read."""
+"""The heat map of a tensor in half blocks, with zoom, pan and the choice of dimensions."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from contextlib import suppress
+from itertools import combinations
+from math import prod
+from typing import ClassVar
 
 import numpy as np
-from rich.color import Color
 from rich.color_triplet import ColorTriplet
 from rich.segment import Segment
 from rich.style import Style
@@ -16,97 +17,30 @@ from textual.message import Message
 from textual.strip import Strip
 from textual.widget import Widget
 
-from ..core.units import human_bytes
+from ..errors import DataError
 from ..lazy import LazyArray
-from .pooling import Box, How, Pooled, matrix_shape, pooled
+from .background import Check
+from .picture import HOW, Box, Drawn, Picture, colours, drawn, half_blocks, numbers_of, picture
 
 _LEAST = 4  # rows or columns of the closest view
 _GUTTER = 1  # columns between the labels and the picture
-
-# Colours that people with any colour vision tell apart: blue and orange for signs, and viridis for sizes (matplotlib's
-# table at even places). The middle of signed values is the background, so that zeros recede.
-_NEGATIVE = {True: ((58, 142, 220), (150, 205, 255)), False: ((70, 140, 210), (8, 64, 130))}
-_POSITIVE = {True: ((222, 122, 34), (255, 205, 120)), False: ((222, 130, 50), (140, 56, 4))}
-_SIZES = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
-_ODD = (255, 0, 170)
-
-Colour = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A pooled part of a tensor and the number that has the strongest colour."""
-
-    part: Pooled
-    how: How
-    most: float
-
-    @property
-    def rows(self) -> int:
-        return len(self.part.values)
-
-
-def picture(t: LazyArray, rows: int, cols: int, how: How, box: Box | None) -> Picture:
-    """Read a part of a tensor for ``rows`` x ``cols`` cells. Raises what reading raises."""
-    part = pooled(t, rows, cols, how, box)
-    sizes = np.abs(part.values[np.isfinite(part.values)])
-    # a single outlier would leave all the rest without colour
-    most = float(np.quantile(sizes, 0.995)) if sizes.size else 0.0
-    return Picture(part, how, most or (float(sizes.max()) if sizes.size else 0.0))
-
-
-def colours(shown: Picture, dark: bool, back: Colour) -> np.ndarray[Any, Any]:
-    """Return the colours of the cells, as an array of uint8 of shape (rows, columns, 3)."""
-    values = shown.part.values
-    with np.errstate(invalid="ignore"):
-        scaled = np.clip(np.nan_to_num(values / shown.most if shown.most else values * 0), -1, 1)
-    if shown.how == "absmax":
-        found = _ramp(np.abs(scaled), _SIZES)
-    else:
-        found = np.where(
-            scaled[..., None] < 0, _ramp(-scaled, (back, *_NEGATIVE[dark])), _ramp(scaled, (back, *_POSITIVE[dark]))
-        )
-    found[np.isnan(values)] = back
-    found[shown.part.odd] = _ODD
-    return found.astype(np.uint8)
-
-
-def _ramp(at: np.ndarray[Any, Any], stops: tuple[Colour, ...]) -> np.ndarray[Any, Any]:
-    """Return colours between stops that are evenly spaced from 0 to 1."""
-    places = np.linspace(0, 1, len(stops))
-    return np.stack([np.interp(at, places, [stop[c] for stop in stops]) for c in range(3)], axis=-1)
-
-
-def legend(shown: Picture, whole: tuple[int, int], unit: str) -> str:
-    """Return what a picture shows, as text."""
-    part = shown.part
-    top, bottom, left, right = part.box
-    cell = (-(-(bottom - top) // max(1, shown.rows)), -(-(right - left) // max(1, part.values.shape[1])))
-    of = "each cell is an element" if cell == (1, 1) else f"{_HOW[shown.how]} of {cell[0]:,} x {cell[1]:,}"
-    read = f"{human_bytes(part.nbytes)} read" + (f", a sample: 1 of {part.every:,} {unit}" if part.every > 1 else "")
-    zoom = (
-        ""
-        if (top, left, bottom, right) == (0, 0, *whole)
-        else f"{unit} {top:,}-{bottom - 1:,}, columns {left:,}-{right - 1:,}  "
-    )
-    return f"{zoom}{of}  {read}"
-
-
-_HOW: dict[How, str] = {"mean": "mean", "absmax": "largest"}
 
 
 class Heat(Widget, can_focus=True):
     """A heat map. It posts `Wanted` when another part has to be read; the application sets ``shown``."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("plus,equals_sign", "zoom(0.5)", "Zoom in", key_display="+"),
-        Binding("minus", "zoom(2)", "Zoom out", key_display="-"),
-        Binding("0", "whole", "Whole"),
+        Binding("plus,equals_sign", "zoom(0.5)", "Zoom", key_display="+ -"),
+        Binding("minus", "zoom(2)", "Zoom out", show=False),
+        Binding("0", "whole", "Whole", show=False),
         Binding("up,k", "pan(-1, 0)", "Pan", key_display="↑↓←→"),
         Binding("down,j", "pan(1, 0)", "down", show=False),
         Binding("left,h", "pan(0, -1)", "left", show=False),
         Binding("right,l", "pan(0, 1)", "right", show=False),
         Binding("a", "pool", "Mean/largest"),
+        Binding("less_than_sign,comma", "index(-1)", "index", show=False),
+        Binding("greater_than_sign,full_stop", "index(1)", "index", show=False),
+        Binding("X", "dims", "Dimensions", key_display="X < >"),
     ]
 
     class Wanted(Message):
@@ -122,28 +56,41 @@ class Heat(Widget, can_focus=True):
     def __init__(self) -> None:
         super().__init__(id="heat")
         self.tensor: LazyArray | None = None
-        self.how: How = "mean"
+        self.how = "mean"
+        self.of: Drawn | None = None
+        self.dims: tuple[int, int] | None = None  # of rows and columns
+        self.index = -1  # of the other dimensions
         self.box: Box | None = None
         self.shown: Picture | None = None
+        self.fresh = False  # whether what is shown is of the tensor
         self._held: tuple[int, int, Box] | None = None
         self._lines: tuple[object, list[Strip]] | None = None
 
-    def show(self, t: LazyArray | None) -> None:
-        """Show another tensor as a whole, or nothing."""
-        self.tensor, self.box, self.shown = t, None, None
+    def show(self, t: LazyArray | None, same: bool = False) -> None:
+        """Show another tensor as a whole, or nothing. With ``same``, it is the same tensor of another step or side: the
+        same part is shown, and until it is read the picture stays."""
+        before, whole = self.tensor, self.whole
+        self.tensor, self.fresh = t, False
+        if not (same and t is not None and before is not None and t.shape == before.shape):
+            self.dims, self.index, self.box, self.shown = None, -1, None, None
+        self._draw()
+        if self.whole != whole:
+            self.box = None
         self.refresh()
 
+    def _draw(self) -> None:
+        self.of = None
+        if self.tensor is not None:
+            with suppress(DataError):  # no numbers: `read` raises it
+                self.of = drawn(self.tensor, self.dims, self.index)
+
     def have(self, found: Picture | None) -> None:
-        self.shown = found
+        self.shown, self.fresh = found, found is not None
         self.refresh()
 
     @property
     def whole(self) -> tuple[int, int]:
-        return (0, 0) if self.tensor is None else matrix_shape(self.tensor)
-
-    @property
-    def unit(self) -> str:
-        return "rows"
+        return (0, 0) if self.of is None else (self.of.plane.height, self.of.plane.width)
 
     @property
     def _part(self) -> Box:
@@ -159,17 +106,41 @@ class Heat(Widget, can_focus=True):
         """The numbers of rows and columns of cells that fit: two rows to a line."""
         return max(2, 2 * (self.size.height - 1)), max(1, self.size.width - self._labels)
 
-    def read(self) -> Picture | None:
-        """Read the part that is shown. Raises the errors of reading."""
+    def read(self, check: Check) -> Picture | None:
+        """Read the part that is shown. Raises the errors of reading, and DataError if the elements are no numbers."""
         t = self.tensor
-        if t is None or not all(self.whole):
+        if t is None:
             return None
-        return picture(t, *self.room, self.how, self.box)
+        return picture(t, *self.room, self.how, self.box, self.of or drawn(t), check)
 
     # -- zoom and pan
 
     def action_pool(self) -> None:
         self.how = "absmax" if self.how == "mean" else "mean"
+        self.post_message(self.Wanted())
+
+    def action_index(self, by: int) -> None:
+        """Show the next index of the dimensions that are not drawn, or all of them pooled, which comes before 0."""
+        t = self.tensor
+        if t is None or self.of is None or t.ndim < 3:
+            return
+        plane, shape = self.of.plane, numbers_of(t)
+        count = prod(n for d, n in enumerate(shape) if d not in (plane.row_dim, plane.col_dim))
+        index = max(-1, min(self.index + by, count - 1))
+        if index != self.index:
+            self.index = index
+            self._draw()
+            self.post_message(self.Wanted())
+
+    def action_dims(self) -> None:
+        """Draw another two of the dimensions."""
+        t = self.tensor
+        if t is None or self.of is None or t.ndim < 3:
+            return
+        pairs = list(combinations(range(t.ndim), 2))[::-1]
+        self.dims = pairs[(pairs.index(self.dims or pairs[0]) + 1) % len(pairs)]
+        self.index, self.box = -1, None
+        self._draw()
         self.post_message(self.Wanted())
 
     def action_whole(self) -> None:
@@ -249,24 +220,26 @@ class Heat(Widget, can_focus=True):
         """Return what the cell at a place shows, as text."""
         across, down = self._stretch(shown)
         n, m = row // down, col // across
-        if not (0 <= n < shown.rows and 0 <= m < shown.part.values.shape[1]):
+        if not (0 <= n < shown.rows and 0 <= m < shown.cols):
             return ""
-        top, bottom, left, right = shown.part.box
-        rows = np.linspace(top, bottom, shown.rows + 1).astype(int)
-        cols = np.linspace(left, right, shown.part.values.shape[1] + 1).astype(int)
-        value = float(shown.part.values[n, m])
+        rows, cols = shown.pixels.row_edges.tolist(), shown.pixels.col_edges.tolist()
         place = ", ".join(
             f"{a:,}" if b == a + 1 else f"{a:,}:{b:,}" for a, b in ((rows[n], rows[n + 1]), (cols[m], cols[m + 1]))
         )
-        odd = ", with NaN or infinities" if shown.part.odd[n, m] else ""
-        return f"[{place}] {_HOW[shown.how]} {value:.4g}{odd}"
+        odd = ", with NaN or infinities" if shown.odd[n, m] else ""
+        return f"[{place}] {HOW[shown.how]} {float(shown.values[n, m]):.4g}{odd}"
 
     # -- drawing
 
     def _stretch(self, shown: Picture) -> tuple[int, int]:
         """Return how many columns and half lines a cell takes: more than one if the part is smaller than the room."""
         rows, cols = self.room
-        return max(1, cols // shown.part.values.shape[1]), max(1, rows // shown.rows)
+        return max(1, cols // shown.cols), max(1, rows // shown.rows)
+
+    @property
+    def _palette(self) -> str:
+        few = self.app.console.color_system in ("standard", "windows")
+        return "grey" if self.app.no_color else "few" if few else ""
 
     def on_mouse_leave(self) -> None:
         self.post_message(self.Pointed(""))
@@ -284,12 +257,12 @@ class Heat(Widget, can_focus=True):
     def _drawn(self, shown: Picture) -> list[Strip]:
         base = self.rich_style
         back = base.bgcolor.get_truecolor() if base.bgcolor is not None else ColorTriplet(0, 0, 0)
-        cells = colours(shown, self.app.current_theme.dark, (back.red, back.green, back.blue))
+        cells = colours(shown, self.app.current_theme.dark, (back.red, back.green, back.blue), self._palette)
         across, down = self._stretch(shown)
         cells = cells.repeat(across, axis=1).repeat(down, axis=0)
         if len(cells) % 2:
             cells = np.concatenate([cells, np.broadcast_to(np.array(tuple(back), np.uint8), (1, *cells.shape[1:]))])
-        top, bottom, left, right = shown.part.box
+        top, bottom, left, right = shown.box
         muted = base + Style(dim=True)
         width = self._labels
         marks = {0: f"{top:,}", len(cells) // 2 - 1: f"{bottom - 1:,}"} if len(cells) > 2 else {0: f"{top:,}"}
@@ -297,7 +270,7 @@ class Heat(Widget, can_focus=True):
         for n in range(len(cells) // 2):
             label = Segment(f"{marks.get(n, ''):>{width - _GUTTER}}" + " " * _GUTTER, muted)
             strips.append(
-                Strip([label, *_half_blocks(cells[2 * n], cells[2 * n + 1])]).extend_cell_length(self.size.width, base)
+                Strip([label, *half_blocks(cells[2 * n], cells[2 * n + 1])]).extend_cell_length(self.size.width, base)
             )
         low, high = f"{left:,}", f"{right - 1:,}"
         gap = max(1, cells.shape[1] - len(low) - len(high))
@@ -305,15 +278,3 @@ class Heat(Widget, can_focus=True):
             Strip([Segment(" " * width + low + " " * gap + high, muted)]).extend_cell_length(self.size.width, base)
         )
         return strips
-
-
-def _half_blocks(upper: np.ndarray[Any, Any], lower: np.ndarray[Any, Any]) -> list[Segment]:
-    """Return a line of two rows of cells; neighbours of the same colours are one segment."""
-    both = np.concatenate([upper, lower], axis=1)
-    starts = np.flatnonzero(np.r_[True, (both[1:] != both[:-1]).any(axis=1)]).tolist()
-    found = []
-    for a, b in zip(starts, [*starts[1:], len(both)], strict=True):
-        r, g, blue, r2, g2, blue2 = both[a].tolist()
-        style = Style(color=Color.from_rgb(r, g, blue), bgcolor=Color.from_rgb(r2, g2, blue2))
-        found.append(Segment("▀" * (b - a), style))
-    return found

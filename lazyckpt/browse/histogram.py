@@ -13,7 +13,7 @@ from textual.widgets import Static
 from ..core.units import human_bytes, plural
 from ..lazy import LazyArray
 from ..show.values import Sample, sample
-from .background import Background, error_content
+from .background import Background, Check, error_content
 
 if TYPE_CHECKING:
     from ..inspect.table import Stats
@@ -88,7 +88,7 @@ class Histogram(Static):
         executor = self._executor = ThreadPoolExecutor(thread_name_prefix="lazyckpt-browse") if whole else None
         self.update(f"reading {f'all elements {_size(t)}; Esc stops' if whole else 'a sample'}…")
 
-        def work() -> Content:
+        def work(check: Check) -> Content:
             if executor is None:
                 return of_sample(sample(t), width)
             from ..inspect.stats import stats_of

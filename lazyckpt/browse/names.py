@@ -79,18 +79,9 @@ class Names(ScrollView, can_focus=True):
         """Columns of a line, without the scroll bar."""
         return max(0, self.size.width - self.styles.scrollbar_size_vertical)
 
-    def show(self, rows: Rows, at: str = "") -> None:
-        """Show other names, with the cursor at ``at`` or at the nearest level above it."""
+    def show(self, rows: Rows, cursor: int = 0) -> None:
+        """Show other names, or the same ones in another order."""
         self.rows, self._widths = rows, []
-        self._rearranged(rows.reveal(at))
-
-    def reorder(self) -> None:
-        """Show the same names in another order."""
-        if self.rows is not None:
-            row = self.row
-            self._rearranged(self.rows.arrange(row.start if row is not None else ""))
-
-    def _rearranged(self, cursor: int) -> None:
         self._resize()
         self.set_reactive(Names.cursor, cursor)
         self.call_after_refresh(self._keep_visible)
@@ -119,18 +110,21 @@ class Names(ScrollView, can_focus=True):
     def _keep_visible(self) -> None:
         self.scroll_to_region(Region(0, self.cursor, 1, 1), animate=False, force=True)
 
-    def _go(self, n: int) -> None:
+    def go(self, n: int) -> None:
+        """Put the cursor on a row."""
+        self._resize()
+        self.refresh()
         if self.rows is not None and len(self.rows.visible):
             self.cursor = max(0, min(n, len(self.rows.visible) - 1))
 
     def action_move(self, lines: int) -> None:
-        self._go(self.cursor + lines)
+        self.go(self.cursor + lines)
 
     def action_page(self, pages: float) -> None:
-        self._go(self.cursor + round(pages * max(1, self.size.height - 1)))
+        self.go(self.cursor + round(pages * max(1, self.size.height - 1)))
 
     def action_edge(self, end: bool) -> None:
-        self._go(1 << 62 if end else 0)
+        self.go(1 << 62 if end else 0)
 
     def action_open(self) -> None:
         """Open the level, or go to its first row."""
@@ -138,7 +132,7 @@ class Names(ScrollView, can_focus=True):
         if row is None or row.leaf:
             return
         if row.opened:
-            self._go(self.cursor + 1)
+            self.go(self.cursor + 1)
         else:
             self._toggle(row)
 
@@ -153,7 +147,7 @@ class Names(ScrollView, can_focus=True):
             n = self.cursor
             while n > 0 and self.rows.visible[n] is not row.parent:
                 n -= 1
-            self._go(n)
+            self.go(n)
 
     def action_choose(self) -> None:
         row = self.row
@@ -249,21 +243,25 @@ class Names(ScrollView, can_focus=True):
         shown = self.columns()
         cells = dict(zip([*self.heads, "dtype", "shape", "size"], self._cells(row), strict=True))
         rest = sum(w + _GAP for _, w in shown)
-        segments = self._named(row, max(1, width - rest), style)
+        segments = self._named(row, max(1, width - rest), style, here)
         for title, w in shown:
             text, of = cells[title]
             text = f"{text:<{w}}" if title in ("dtype", "shape") else f"{text:>{w}}"
             segments.append(Segment(" " * _GAP, style))
             segments.append(
-                Segment(text, style + self.get_component_rich_style(f"names--{of}", partial=True) if of else style)
+                Segment(text, style + self.get_component_rich_style(f"names--{of}", partial=True))
+                if of and not here
+                else Segment(text, style)
             )
         return Strip(segments).adjust_cell_length(width, style)
 
-    def _named(self, row: Row, width: int, style: Style) -> list[Segment]:
+    def _named(self, row: Row, width: int, style: Style, here: bool) -> list[Segment]:
         """Return the name of a row, with its guides, in exactly this width."""
         from rich.cells import cell_len, set_cell_size
 
         def of(name: str) -> Style:
+            if here:  # colours on that of the cursor are not all readable
+                return style + Style(underline=True) if name == "match" else style
             return style + self.get_component_rich_style(f"names--{name}", partial=True)
 
         indent = "│ " * min(row.depth, max(0, (width - 12) // 2))

@@ -18,10 +18,10 @@ from ..show.text import kind
 from . import detail, fragments, steps
 from .background import Background, error_content, error_text
 from .grid import Grid
-from .heat import Heat, legend
+from .heat import Heat
 from .histogram import Histogram
 from .measures import Measures
-from .pooling import Box
+from .picture import legend
 from .rows import Row
 from .subject import Pair, Run, Subject
 
@@ -36,7 +36,7 @@ TABS = (
     ("files", "Files"),
     ("changes", "Changes"),
 )
-_NONE = "choose a tensor"
+_NONE = "choose a tensor: l opens a level, n goes to the next tensor"
 _LISTED = 200  # lines of the table of differences below a level
 
 
@@ -67,7 +67,7 @@ class Panes(Vertical):
         self._drawing: Drawing | None = None
         self._points: list[steps.Point] | None = None
         self._pending, self._changed = False, changed
-        self._kept: tuple[Box | None, tuple[int, int]] | None = None
+        self._same = False  # whether the row is that of before, of another step or side
         self.tabs = TabbedContent(id="tabs")
         self.about, self.files, self.changes = (Static(markup=False) for _ in range(3))
         self.index = Input(placeholder="i: an index, as 0:8, ::64", id="index")
@@ -115,26 +115,28 @@ class Panes(Vertical):
 
     def show(self, subject: Subject, row: Row | None, side: str) -> None:
         """Show what is known about a row without reading elements, and read what the open pane shows."""
-        same = row is not None and self.row is not None and row.key == self.row.key
-        self._kept = (self.heat.box, self.heat.whole) if same else None  # another step or side: the same part
+        self._same = row is not None and self.row is not None and row.key == self.row.key
         self.subject, self.row, self.side = subject, row, side
         self.tensor = self._drawing = self.text = self.error = None
         self._points = None
         for work in self.work.values():
             work.drop()
         self.index.value = ""
-        for show in (self.grid.show, self.heat.show, self.bars.show):
-            show(None)
+        self.grid.show(None)
+        self.bars.show(None)
+        if not self._same:
+            self.heat.show(None)
         self._tell(_NONE)
         for static in (self.files, self.changes, self.legend):
-            static.update(Content.styled(_NONE, "$text-muted"))
+            if not (static is self.legend and self._same):
+                static.update(Content.styled("reading…" if row is not None and row.leaf else _NONE, "$text-muted"))
         self.pointed.update("")
         self._told()
         if row is None:
             self.about.update(Content.styled("there are no tensors", "$text-muted"))
             return
         self._pending = True
-        self.work["about"].ask(lambda: self._known(subject, row, side), self._have, self._failed)
+        self.work["about"].ask(lambda check: self._known(subject, row, side), self._have, self._failed)
 
     def _failed(self, error: Exception) -> None:
         self._pending = False
@@ -170,9 +172,7 @@ class Panes(Vertical):
         if t is not None:
             self._tell(f"⏎ reads values of {kind(t)}")
         self.bars.show(t)
-        self.heat.show(t)
-        if self._kept is not None and self._kept[1] == self.heat.whole:
-            self.heat.box = self._kept[0]
+        self.heat.show(t, self._same)
         self._draw_files()
         self._told()
         self.read()
@@ -227,7 +227,7 @@ class Panes(Vertical):
         t = self.tensor
         if self.active == "values" and t is not None and self.grid.tensor is None:
             self.read_values(focus=False)
-        elif self.active == "map" and t is not None and self.heat.shown is None:
+        elif self.active == "map" and t is not None and not self.heat.fresh:
             self.on_heat_wanted()
         elif self.active == "histogram" and t is not None and not self.bars.read_from(t):
             self.bars.read(t, False, self.columns)
@@ -291,14 +291,17 @@ class Panes(Vertical):
         if not heat.tensor.numel():
             self.legend.update("it has no elements")
             return
-        self.work["map"].ask(heat.read, self._have_map, lambda e: self.legend.update(error_content(e)))
+        self.work["map"].ask(heat.read, self._have_map, self._map_error)
 
     def _have_map(self, found: Any) -> None:
         heat = self.heat
         heat.have(found)
-        if found is not None:
-            ends = "0" if found.how == "absmax" else f"-{found.most:.3g}"
-            self.legend.update(Content(f"{ends} to {found.most:.3g}  {legend(found, heat.whole, heat.unit)}"))
+        if found is not None and heat.tensor is not None:
+            self.legend.update(Content(legend(found, heat.tensor)))
+
+    def _map_error(self, error: Exception) -> None:
+        self.heat.have(None)
+        self.legend.update(error_content(error))
 
     def on_heat_pointed(self, event: Heat.Pointed) -> None:
         self.pointed.update(Content(event.text))
@@ -330,7 +333,9 @@ class Panes(Vertical):
             self._next_point(stream)
 
     def _next_point(self, stream: Any) -> None:
-        self.work["changes"].ask(lambda: next(stream, None), lambda point: self._have_point(point, stream), self._lost)
+        self.work["changes"].ask(
+            lambda check: next(stream, None), lambda point: self._have_point(point, stream), self._lost
+        )
 
     def _lost(self, error: Exception) -> None:
         self.changes.update(error_content(error))

@@ -6,15 +6,16 @@ opened, whatever the number of names below it; a flat list of all tensors comput
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..core.names import natural
-from ..show.outline import Node, Outline, chain, outline
-from ..view import CheckpointView
+from ..show.outline import Node, Outline, chain
 
 Order = Literal["name", "size", "dtype", "value"]
 ORDERS: tuple[Order, ...] = ("name", "size", "dtype", "value")
@@ -116,16 +117,19 @@ def dtypes(node: Node) -> list[tuple[str, int, int]]:
 class Flat(Sequence[Row]):
     """All tensors as rows of one level, which are made when they are looked at."""
 
-    def __init__(self, of: Outline, indices: Sequence[int]) -> None:
+    def __init__(self, of: Outline, indices: NDArray[np.int64]) -> None:
         self._of, self._indices = of, indices
 
     def __len__(self) -> int:
         return len(self._indices)
 
     def find(self, name: str) -> int:
-        """Return the row of a name; 0 if there is none."""
+        """Return the row of a name, or of the first one below a level; 0 if there is none."""
         names = self._of.names
-        return next((n for n, at in enumerate(self._indices) if names[at] == name), 0)
+        at = bisect_left(names, name)
+        if at == len(names) or not names[at].startswith(name):
+            return 0
+        return int(np.flatnonzero(self._indices == at)[0])
 
     @overload
     def __getitem__(self, n: int) -> Row: ...
@@ -139,40 +143,52 @@ class Flat(Sequence[Row]):
         return Row(name, (Node(self._of, name, name + ".", at, at, at),), True, 0)
 
 
-class Rows:
-    """The visible rows of a view's names.
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How the names are arranged."""
 
-    ``value`` gives the number by which the order "value" sorts, None for a row without one. The constructor visits
-    every name once and reads no tensor data."""
+    fold: bool = True
+    """Whether equal layers are one row."""
+    flat: bool = False
+    """Whether all tensors are listed, without levels."""
+    order: Order = ORDERS[0]
+    reverse: bool = False
+
+
+class Rows:
+    """The visible rows of an outline of names.
+
+    ``value`` gives the number by which the order "value" sorts, None for a row without one. ``opened`` has the keys of
+    the rows that are open; without any, the first levels are, as long as the tree has at most ``most`` rows. No tensor
+    data is read."""
 
     def __init__(
-        self, view: CheckpointView, value: Callable[[Row], float | None] | None = None, most: int = OPENED
+        self,
+        of: Outline,
+        value: Callable[[Row], float | None] | None = None,
+        most: int = OPENED,
+        look: Look | None = None,
+        opened: Collection[tuple[str, bool]] = (),
     ) -> None:
-        self.view = view
-        self.outline = outline(view)
-        self.fold, self.flat, self.order, self.reverse = True, False, ORDERS[0], False
-        self._value, self._most = value, most
-        root = self.outline.root
-        self.whole = Row("", (root,), False, -1, opened=True)
+        self.outline, self.look = of, look or Look()
+        self._value, self._most, self._opened = value, most, opened
+        self.whole = Row("", (of.root,), False, -1, opened=True)
         self.visible: Sequence[Row] = []
-        self.arrange()
-
-    def arrange(self, at: str = "") -> int:
-        """Compute the visible rows anew, after a change of order or folding, and return the row of the name ``at``, or
-        that of the nearest level above it."""
-        if self.flat:
-            self.visible = Flat(self.outline, self._indices())
-            return self.reveal(at)
-        kept = {row.key for row in self.visible if row.opened} if isinstance(self.visible, list) else set()
-        self.whole.below = None
+        if self.look.flat:
+            self.visible = Flat(of, self._indices())
+            return
         self.visible = rows = list(self.below(self.whole))
-        if kept:
-            self._reopen(kept)
+        if opened:
+            self._reopen(opened)
         else:
             self._open_first(rows)
-        return self.reveal(at)
 
-    def _reopen(self, kept: set[tuple[str, bool]]) -> None:
+    @property
+    def opened(self) -> Collection[tuple[str, bool]]:
+        """The keys of the rows that are open; in a list without levels, of those that were open before."""
+        return {row.key for row in self.visible if row.opened} if isinstance(self.visible, list) else self._opened
+
+    def _reopen(self, kept: Collection[tuple[str, bool]]) -> None:
         n = 0
         while n < len(self.visible):
             if self.visible[n].key in kept and not self.visible[n].opened:
@@ -214,7 +230,7 @@ class Rows:
 
     def _children(self, row: Row) -> list[Row]:
         found: list[Row] = []
-        for alike, nodes in row.node.groups if self.fold else (("", [child]) for child in row.node.children):
+        for alike, nodes in row.node.groups if self.look.fold else (("", [child]) for child in row.node.children):
             if alike:
                 found.append(Row(alike, nodes, False, row.depth + 1, row))
             else:
@@ -233,33 +249,34 @@ class Rows:
             yield Row(label, (node,), False, parent.depth + 1, parent)
 
     def _sorted(self, rows: list[Row]) -> list[Row]:
-        if self.order == "size":
+        order = self.look.order
+        if order == "size":
             rows.sort(key=lambda row: -row.nbytes)
-        elif self.order == "dtype":
+        elif order == "dtype":
             rows.sort(key=lambda row: (row.dtype == "", row.dtype))
-        elif self.order == "value":
+        elif order == "value":
             rows.sort(key=lambda row: _last(self._value(row) if self._value is not None else None))
-        return rows[::-1] if self.reverse else rows
+        return rows[::-1] if self.look.reverse else rows
 
-    def _indices(self) -> Sequence[int]:
+    def _indices(self) -> NDArray[np.int64]:
         """Return the indices of all names in the order that is set."""
         of = self.outline
-        count = len(of.names)
-        if self.order == "size":
-            found = np.argsort(-np.diff(np.asarray(of.nbytes, np.float64)), kind="stable").tolist()
-        elif self.order == "dtype":
+        count, order = len(of.names), self.look.order
+        if order == "size":
+            found = np.argsort(-np.diff(np.asarray(of.nbytes, np.float64)), kind="stable")
+        elif order == "dtype":
             texts = [of.kind(mark)[0] if mark >= 0 else "" for mark in range(int(of.marks.max(initial=-1)) + 1)]
             ranks = {text: n for n, text in enumerate(sorted(set(texts)))}
             table = np.array([*(ranks[text] for text in texts), len(ranks)])
-            found = np.argsort(table[of.marks], kind="stable").tolist()
-        elif self.order == "value" and self._value is not None:
-            rows = Flat(of, range(count))
+            found = np.argsort(table[of.marks], kind="stable")
+        elif order == "value" and self._value is not None:
             value = self._value
-            found = sorted(range(count), key=lambda n: _last(value(rows[n])))
+            found = np.argsort([_last(value(row)) for row in Flat(of, np.arange(count))], kind="stable")
         else:
-            found = sorted(range(count), key=lambda n: natural(of.names[n])) if count < 20_000 else list(range(count))
-        ordered: list[int] = found[::-1] if self.reverse else found
-        return ordered
+            found = np.arange(count)
+            if count < 20_000:
+                found = np.array(sorted(range(count), key=lambda n: natural(of.names[n])), np.int64)
+        return found[::-1] if self.look.reverse else found
 
     # -- opening and closing
 
@@ -289,6 +306,15 @@ class Rows:
                 found += self._shown(child)
         return found
 
+    def beside(self, row: Row, by: int) -> str | None:
+        """Return the name of the tensor after a row, or before it; None at the end."""
+        names, node = self.outline.names, row.node
+        if isinstance(self.visible, Flat):
+            at = self.visible.find(row.start) + by
+            return self.visible[at].start if 0 <= at < len(self.visible) else None
+        at = node.leaf if row.leaf and node.leaf is not None else node.low - (by > 0)
+        return names[at + by] if 0 <= at + by < len(names) else None
+
     def reveal(self, name: str) -> int:
         """Open the levels down to a name, and return its row, or that of the nearest level above it, or the first."""
         if not name:
@@ -311,14 +337,3 @@ class Rows:
 def _last(value: float | None) -> float:
     """Return a key that sorts large values first, and no value last."""
     return float("inf") if value is None or value != value else -value
-
-
-def chosen(view: CheckpointView, text: str) -> CheckpointView:
-    """Filter the names that contain the text, whatever its case, or match it as a glob, in which ``*`` matches dots."""
-    if not text:
-        return view
-    small = text.lower()
-    names = {name for name in view if small in name.lower()}
-    if any(c in text for c in "*?["):
-        names.update(view.select(text))
-    return view.select(names.__contains__)

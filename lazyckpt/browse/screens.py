@@ -24,10 +24,11 @@ KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("j k, ↓ ↑", "move; g G the first and the last, PgUp PgDn, ^u ^d"),
             ("l h, → ←", "open and close a level; ⏎ or two clicks, too"),
             ("/", "search as you type: a part of a name, or a glob (*.norm.weight)"),
-            ("o O", "order by name, size, dtype, norm or difference; O reverses it"),
+            ("n N", "the next tensor that is found, the one before"),
+            ("s S", "sort by name, size, dtype, norm or difference; S reverses"),
             ("u", "unfold layers that are alike, or fold them"),
             ("L", "a flat list of all tensors, or the tree"),
-            ("n", "read the norms of all tensors that are listed"),
+            ("R", "read the norms of all tensors that are listed"),
             ("y c", "copy the name; copy the line of Python that reads what is shown"),
         ),
     ),
@@ -35,8 +36,9 @@ KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         "Panes",
         (
             ("1 d", "what it is: sizes, dtypes, where its bytes lie"),
-            ("2 m", "heat map; + - zoom, arrows pan, 0 all, a mean or largest; wheel and drag, too"),
-            ("3 v", "values: reads only what is shown; i an index as in Python: 0:8, ::64; < > by a page"),
+            ("2 m", "heat map; + - 0 or the wheel zoom, arrows or dragging pan"),
+            ("", "a means or largest values; X < > other dimensions"),
+            ("3 v", "values; i an index as in Python: 0:8, ::64; < > by a page"),
             ("4 b", "histogram of a sample (4 MiB are read); a reads all elements"),
             ("5 f", "files: which one holds which block"),
             ("6 e", "changes: over the steps of a run, or between two checkpoints"),
@@ -46,7 +48,7 @@ KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "What is shown",
         (
-            ("s", "state: weights, fp32, exp_avg, ..., as stored"),
+            ("x", "state: weights, fp32, exp_avg, ..., as stored"),
             ("[ ]", "the step before, and the next one, of a run"),
             ("w", "of two checkpoints: the difference, A or B"),
             ("M", "metadata and a summary"),
@@ -132,7 +134,7 @@ class States(ModalScreen[str | None]):
     """A modal screen to choose a state; its result is the name, or None to keep the current state."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,s", "dismiss(None)", "Close", show=False),
+        Binding("escape,q,x", "dismiss(None)", "Close", show=False),
         Binding("j", "move(1)", "down", show=False),
         Binding("k", "move(-1)", "up", show=False),
     ]

@@ -7,6 +7,31 @@ pipe has closed it. `program` has what all commands share, `console` prints, and
 select what to open.
 """
 
-from .program import app, main
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .program import app
 
 __all__ = ["app", "main"]
+
+
+def main() -> None:
+    """Run the console script."""
+    try:
+        from .program import main as run
+
+        run()
+    except KeyboardInterrupt:  # while modules are imported
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(130)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "app":
+        from .program import app
+
+        return app
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -83,3 +83,26 @@ def _of_view(ctx: typer.Context, propose: Callable[[CheckpointView], list[str]])
             return [name for name in propose(chosen) if _PLAIN.fullmatch(name)]
         except Exception:  # there is nothing to propose; the command itself says why
             return []
+
+
+# Typer's script for zsh, whose first Tab in each shell proposes nothing: zsh loads the file as the body of `_lazyckpt`,
+# which defined a function and did not call it (`typer/_completion_shared.py`, Typer 0.29).
+_ZSH = """
+#compdef %(prog_name)s
+
+%(complete_func)s() {
+  eval $(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" %(autocomplete_var)s=complete_zsh %(prog_name)s)
+}
+
+compdef %(complete_func)s %(prog_name)s
+if [[ $funcstack[1] == _%(prog_name)s ]]; then
+  %(complete_func)s "$@"
+fi
+"""
+
+
+def prepare_scripts() -> None:
+    """Replace the script for zsh that ``--install-completion`` and ``--show-completion`` write."""
+    from typer import _completion_shared
+
+    _completion_shared._completion_scripts["zsh"] = _ZSH

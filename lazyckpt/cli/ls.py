@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from itertools import islice
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import and_more
-from ..show.text import oddities, rows, rows_of, summary
+from ..show.text import each_row, oddities, rows, summary
 from ..view import CheckpointView
 from . import completing
-from .console import write_line, write_text
+from .console import write_line
 from .options import (
     BaseOption,
     FormatOption,
@@ -57,7 +60,9 @@ def ls(
     view = open_view(path, state, stored, tag, format, rules, base)
     part = part_of(view, prefix)
     if as_json:
-        write_text(json.dumps(_described(part), indent=2))
+        pieces = _json(part)
+        while some := "".join(islice(pieces, 100)):
+            sys.stdout.write(some)
         return
     write_line((summary(part), "bold"))
     lines = oddities(view)
@@ -73,9 +78,9 @@ def ls(
         write_line(("(no tensors)", "dim"))
 
 
-def _described(view: CheckpointView) -> dict[str, Any]:
-    """Return everything that `ls` shows as plain objects."""
-    return {
+def _json(view: CheckpointView) -> Iterator[str]:
+    """Yield everything that `ls` shows as JSON, with a line for each tensor."""
+    about: dict[str, Any] = {
         "root": view.root,
         "format": view.format,
         "mesh": {"tp": view.mesh.tp, "pp": view.mesh.pp, "dp": view.mesh.dp, "ep": view.mesh.ep},
@@ -86,5 +91,10 @@ def _described(view: CheckpointView) -> dict[str, Any]:
         "files": {path: info.size for path, info in view.files.items()},
         "problems": list(view.problems),
         "unreadable": dict(view.unreadable),
-        "tensors": rows_of(view),
     }
+    yield f'{json.dumps(about, indent=2)[:-2]},\n  "tensors": ['
+    comma = ""
+    for row in each_row(view):
+        yield f"{comma}\n    {json.dumps(row)}"
+        comma = ","
+    yield "\n  ]\n}\n"

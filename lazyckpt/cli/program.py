@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..errors import LazyckptError
+from ..errors import LazyckptError, printable
 from .console import write_error
 
 # Command -> first line of its help. The command's module and function have the same name.
@@ -64,6 +65,10 @@ class _Group(TyperGroup):
         first = args[0] if args else ""
         if first not in COMMANDS and (set(first) & set("/.:") or os.path.exists(first)):
             args = ["ls", *args]
+        elif first not in COMMANDS and not first.startswith("-"):
+            near = get_close_matches(first, COMMANDS, 3, 0.5)
+            hint = f": did you mean {' or '.join(near)}?" if near else "; `lazyckpt --help` lists them."
+            ctx.fail(f"There is no command, file or folder '{printable(first)}'{hint}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -81,7 +86,10 @@ class _Group(TyperGroup):
             return result
         except BrokenPipeError:
             raise
-        except (LazyckptError, OSError) as e:
+        except OSError as e:
+            write_error(str(e) if e.filename is not None or not e.strerror else e.strerror)
+            raise typer.Exit(2) from None
+        except LazyckptError as e:
             write_error(str(e))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
@@ -111,6 +119,10 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal's encoding lacks
             stream.reconfigure(errors="lazyckpt")
+    if any(one.startswith(("--install-completion", "--show-completion")) for one in sys.argv[1:2]):
+        from .completing import prepare_scripts
+
+        prepare_scripts()
     app(prog_name="lazyckpt")
 
 

@@ -9,11 +9,11 @@ from ..errors import DataError
 from ..inspect.architecture import layer_and_kind
 from ..inspect.bits import has_bits
 from ..inspect.numbers import number_shape
+from ..inspect.pixels import row_length
 from ..inspect.stats import LIMIT
 from ..lazy import LazyArray
 from ..show.layout import holders
 from ..show.outline import outline
-from .endpoints.drawn import good_wrap
 from .subject import MORE, REST, TENSORS, View, Wanted
 
 _MANY = 20_000  # tensors, beyond which there is no room for a second state
@@ -58,7 +58,7 @@ def picture_values(name: str, t: LazyArray) -> dict[str, str] | None:
     if not prod(shape):
         return None
     values = {"name": name, "rows": str(_CELLS), "cols": str(_CELLS), "exact": "auto", "how": "mean"}
-    wrap = good_wrap(shape)
+    wrap = row_length(shape)
     return values | {"fraction": str(_FRACTION)} | ({} if wrap is None else {"wrap": str(wrap)})
 
 

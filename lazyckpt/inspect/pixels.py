@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
+from math import isqrt
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from .planes import CELL, Plane, Source, Window, checked, even_cells, fold_all, 
 
 SIDE = 2048
 """Maximum number of rows, and of columns, of a grid."""
+_ROW = 64  # numbers that fit into one row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +70,18 @@ class Pixels:
         if how == "absmax":
             return self.absmax
         raise DataError(f"there is no pooling {how!r}: it is one of mean, min, max, absmax")
+
+
+def row_length(shape: Sequence[int]) -> int | None:
+    """Return in how many columns a tensor of this shape, in numbers, is drawn nearly as a square; None if it has other
+    than one dimension, or is short enough for one row.
+
+    >>> row_length((1000,)), row_length((64,)), row_length((1000, 2))
+    (32, None, None)
+    """
+    if len(shape) != 1 or shape[0] <= _ROW:
+        return None
+    return int(1 << (isqrt(shape[0] - 1)).bit_length())
 
 
 def pooled(

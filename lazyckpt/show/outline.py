@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -64,7 +65,7 @@ class Outline:
                 if owner in seen:
                     twice.add(name)
                 seen.add(owner)
-            owners = [self.tied.get(name) or full_names[name] for name in self.names]
+            owners = [self._owner(name) for name in self.names]
             if len(owners) > len(specs) // 4:
                 of = dict(zip(specs, marks_of(specs, kinds).tolist(), strict=True))
                 marks = [of[owner] for owner in owners]
@@ -77,14 +78,42 @@ class Outline:
         sizes = [numel * dtype.itemsize for numel, (_, dtype) in zip(numels, kinds, strict=True)]
         self.twice = twice
         self.kinds = list(kinds)
-        self.numels, self.nbytes = _sums(numels, self.marks), _sums(sizes, self.marks)
+        self._of_kinds = numels, sizes
+        self.numels, self.nbytes = (_sums(of, self.marks) for of in self._of_kinds)
+
+    def part(self, indices: NDArray[np.int64]) -> Outline:
+        """Return the outline of some of the names. ``indices`` increase. A tied tensor is counted under the first of
+        them."""
+        if len(indices) == len(self.names):
+            return self
+        found = copy(self)
+        found.__dict__.pop("root", None)
+        names = self.names
+        found.names, found._drawn, found.marks = [names[n] for n in indices.tolist()], {}, self.marks[indices]
+        if self.twice:
+            shared, seen = {self._owner(name) for name in self.twice}, set()
+            numbers = {kind: n for n, kind in enumerate(self.kinds)}
+            found.twice = set()
+            for n, name in enumerate(found.names):
+                owner = self._owner(name)
+                if owner in seen:
+                    found.twice.add(name)
+                    found.marks[n] = -1
+                elif owner in shared:
+                    seen.add(owner)
+                    found.marks[n] = numbers[kind_of(self._specs, owner)]
+        found.numels, found.nbytes = (_sums(of, found.marks) for of in self._of_kinds)
+        return found
+
+    def _owner(self, name: str) -> str:
+        return self.tied.get(name) or self._full_names[name]
 
     def spec(self, n: int) -> TensorSpec:
         """Return the spec of a name by its index."""
         found = self._drawn.get(n)
         if found is None:
             name = self.names[n]
-            found = self._drawn[n] = self._specs[self.tied.get(name) or self._full_names[name]]
+            found = self._drawn[n] = self._specs[self._owner(name)]
         return found
 
     def kind(self, mark: int) -> tuple[str, int]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from importlib import import_module
 from itertools import islice
 from typing import Any, NamedTuple
+from unicodedata import combining, east_asian_width
 
 from ..core.names import natural, shortened
 from ..core.specs import TensorSpec
@@ -101,10 +102,22 @@ def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = Non
             hidden = sum(1 for _ in _rows(root, 1, folded)) - limit if levels == 1 else 0
             if hidden > 0:
                 found.append(Row(False, (and_more(hidden), "", "", "")))
-    widths = [max((len(r.cells[c]) for r in found), default=0) for c in range(3)]
+    widths = [max((columns_of(r.cells[c]) for r in found), default=0) for c in range(3)]
     return [
-        Row(leaf, (f"{a:<{widths[0]}}", f"{b:<{widths[1]}}", f"{c:>{widths[2]}}", d)) for leaf, (a, b, c, d) in found
+        Row(leaf, (a + " " * (widths[0] - columns_of(a)), f"{b:<{widths[1]}}", f"{c:>{widths[2]}}", d))
+        for leaf, (a, b, c, d) in found
     ]
+
+
+def columns_of(text: str) -> int:
+    """Return how many columns of a terminal a text takes: two for a Chinese character, none for a combining one.
+
+    >>> columns_of("norm"), columns_of("\u65e5\u672c"), columns_of("e\u0301")
+    (4, 4, 1)
+    """
+    if text.isascii():
+        return len(text)
+    return sum(2 if east_asian_width(c) in "WF" else 0 if combining(c) else 1 for c in text)
 
 
 def _rows(node: Node, depth: int | None, fold: bool, level: int = 0) -> Iterator[Row]:
@@ -113,7 +126,10 @@ def _rows(node: Node, depth: int | None, fold: bool, level: int = 0) -> Iterator
         first = members[0]
         # a chain of single children is one line, because there is nothing to choose between
         label, end = (alike, first) if alike else chain(first)
-        name = "  " * level + (printable(shortened(label)) or "''")
+        name = printable(shortened(label))
+        name = "  " * level + (
+            name if name and name == name.strip() else f"'{name}'"
+        )  # outer spaces are no indentation
         if alike:
             name += f" ({len(members):,} alike, {first.label} is shown)"
         if end.spec is not None:
@@ -189,24 +205,25 @@ def explain(view: Namespace[Any]) -> str:
 COLUMNS = ("name", "dtype", "shape", "numel", "nbytes", "tied")
 
 
-def rows_of(view: Namespace[Any]) -> list[dict[str, object]]:
-    """Return a view as a table with a row for every name.
+def each_row(view: Namespace[Any]) -> Iterator[dict[str, object]]:
+    """Yield a row for every name of a view.
 
     ``name`` is the full name; ``tied`` is the full name of the tensor's owner, or None if this name owns it."""
-    table: list[dict[str, object]] = []
     for name, t in view.items():
         owner = view.owner(name)
-        table.append(
-            {
-                "name": t.name,
-                "dtype": t.spec.dtype.name,
-                "shape": list(t.spec.shape),
-                "numel": t.spec.numel,
-                "nbytes": t.spec.nbytes,
-                "tied": owner if owner != t.name else None,
-            }
-        )
-    return table
+        yield {
+            "name": t.name,
+            "dtype": t.spec.dtype.name,
+            "shape": list(t.spec.shape),
+            "numel": t.spec.numel,
+            "nbytes": t.spec.nbytes,
+            "tied": owner if owner != t.name else None,
+        }
+
+
+def rows_of(view: Namespace[Any]) -> list[dict[str, object]]:
+    """Return a view as a table: the rows of `each_row`."""
+    return list(each_row(view))
 
 
 def frame_of(view: Any) -> Any:

@@ -12,7 +12,8 @@ from ..core.units import plural
 from ..errors import DataError
 from ..inspect.bits import Bits, bits_of
 from ..inspect.norms import GROUPS, norms
-from ..inspect.pixels import Pixels, pooled
+from ..inspect.numbers import number_shape
+from ..inspect.pixels import Pixels, pooled, row_length
 from ..lazy import LazyArray
 from .style import (
     Theme,
@@ -57,18 +58,10 @@ def heatmap(
     if pool not in _POOLS:
         raise DataError(f"there is no pooling {pool!r}: it is one of {', '.join(_POOLS)}")
     import_matplotlib()
-    wrap = _wrapped(t)
     if not t.numel():
         raise DataError(f"{t.name!r} has no elements: there is nothing to draw")
-    found = pooled(t, cells, cells, dims=dims, at=at, wrap=wrap, exact=exact)
+    found = pooled(t, cells, cells, dims=dims, at=at, wrap=row_length(number_shape(t)), exact=exact)
     return draw_pixels(t, found, pool, ax, title or title_of(t), label)
-
-
-def _wrapped(t: LazyArray) -> int | None:
-    """Return the row length in which a long vector is drawn, near that of a square; None for other tensors."""
-    if t.ndim != 1 or t.shape[0] <= 512 or t.spec.dtype.name == "float4_e2m1fn_x2":
-        return None
-    return int(2 ** math.ceil(math.log2(math.sqrt(2 * t.shape[0]))))
 
 
 def draw_pixels(t: LazyArray, found: Pixels, pool: str, ax: Axes | None, title: str, label: str = "") -> Axes:

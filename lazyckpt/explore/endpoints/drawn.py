@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from math import isqrt
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ...errors import DataError
 from ...inspect.planes import Plane, Window, plane_of
 from ...lazy import LazyArray
 from ..query import Query
-
-_ROW = 64  # numbers that fit into one row
 
 
 class Drawn(NamedTuple):
@@ -56,14 +53,6 @@ def drawn(query: Query, t: LazyArray) -> Drawn:
     c0 = query.number("c0", 0, 0, plane.width)
     c1 = query.number("c1", plane.width, c0, plane.width)
     return Drawn(chosen, at, wrap, ((r0, r1), (c0, c1)), plane)
-
-
-def good_wrap(shape: Sequence[int]) -> int | None:
-    """Return in how many columns a tensor of this shape, in numbers, is drawn nearly as a square; None if it has other
-    than one dimension, or is short enough for one row."""
-    if len(shape) != 1 or shape[0] <= _ROW:
-        return None
-    return int(1 << (isqrt(shape[0] - 1)).bit_length())
 
 
 def _numbers(query: Query, name: str) -> list[int] | None:

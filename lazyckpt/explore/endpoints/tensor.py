@@ -12,6 +12,7 @@ from ...core.names import shortened
 from ...errors import DataError, Problem, printable
 from ...inspect.bits import has_bits
 from ...inspect.numbers import number_shape
+from ...inspect.pixels import row_length
 from ...inspect.report import kind_of
 from ...inspect.stats import LIMIT
 from ...inspect.whereabouts import ranges_of
@@ -23,7 +24,6 @@ from ...show.layout import drawing, holders, ranges
 from ..choice import of_tensors
 from ..query import Query
 from ..subject import Subject, View, Wanted, python_of
-from .drawn import good_wrap
 
 _RANGES = 1000  # maximum number of ranges of files that are listed
 _PROBLEMS = 50  # maximum number of problems that are listed
@@ -72,7 +72,7 @@ def tensor(subject: Subject, query: Query) -> dict[str, Any]:
         "nbytes": t.nbytes,
         "numel": t.numel(),
         "numbers": numbers,
-        "wrap": None if numbers is None else good_wrap(numbers),
+        "wrap": None if numbers is None else row_length(numbers),
         "bits": has_bits(dtype),
         "complex": dtype.is_complex,
         "spectrum": dtype.is_number and t.ndim >= 2 and min(t.shape[-2:]) <= LIMIT,
