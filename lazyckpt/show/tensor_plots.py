@@ -93,7 +93,7 @@ def spectrum(t: LazyArray, ax: Axes | None) -> Axes:
     check_drawable(t)
     values = singular_values(t).numpy()
     ax, theme = axes_of(ax, (6.4, 3.4), grid="y")
-    points = {"marker": "o", "markersize": 3} if len(values) <= _POINTS else {}
+    points: dict[str, Any] = {"marker": "o", "markersize": 3} if len(values) <= _POINTS else {}
     ax.plot(np.arange(1, len(values) + 1), values, color=theme.accent, linewidth=1.8, **points)
     count_axis(ax.xaxis)
     notes = [facts_of(t)]

@@ -170,7 +170,7 @@ def side_norms(t: LazyArray, side: Literal["rows", "columns"], ax: Axes | None) 
     middles = (edges[:-1] + edges[1:] - 1) / 2
     good = values[np.isfinite(values)]
     median = float(np.median(good)) if good.size else math.nan
-    points = {"marker": "o", "markersize": 3} if len(values) <= _POINTS else {}
+    points: dict[str, Any] = {"marker": "o", "markersize": 3} if len(values) <= _POINTS else {}
     ax.plot(middles, values, color=theme.accent, linewidth=0.9 if len(values) > 200 else 1.4, **points)
     ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
