@@ -59,8 +59,10 @@ def heatmap(
     """See `TensorPlots.heatmap`."""
     if pool not in _POOLS:
         raise DataError(f"there is no pooling {pool!r}: it is one of {', '.join(_POOLS)}")
-    check_drawable(t)
+    import_matplotlib()
     wrap = _wrapped(t)
+    if not t.numel():
+        raise DataError(f"{t.name!r} has no elements: there is nothing to draw")
     found = pooled(t, cells, cells, dims=dims, at=at, wrap=wrap, exact=exact)
     return draw_pixels(t, found, pool, ax, title or title_of(t), label)
 
