@@ -534,14 +534,22 @@ class Namespace(Mapping[str, A]):
         of a whole checkpoint has all files of the checkpoint."""
         if not self._steps:
             return self._index.files
-        paths = dict.fromkeys(path for owner in self._owners() for path in self._paths(self.specs[owner]))
-        only = getattr(self._index.files, "only", None)  # a mapping that looks at files on demand
-        return only(paths) if only else {p: info for p, info in self._index.files.items() if p in paths}
+        found: Mapping[str, FileInfo] | None = self.kept.get("files")
+        if found is None:
+            paths = dict.fromkeys(path for owner in self._owners() for path in self._paths(owner))
+            only = getattr(self._index.files, "only", None)  # a mapping that looks at files on demand
+            found = only(paths) if only else {p: info for p, info in self._index.files.items() if p in paths}
+            self.kept["files"] = found
+        return found
 
-    def _paths(self, spec: TensorSpec) -> Iterator[str]:
-        """Yield the paths of the files that a tensor is read from."""
+    def _paths(self, owner: str) -> Iterator[str]:
+        """Yield the paths of the files that a tensor is read from, by its full name."""
         several = isinstance(self._store, Joined)
-        for one in leaves(spec):
+        place = None if several else place_of(self.specs, owner)
+        if place is not None:  # most tensors of large views, without making their specs
+            yield place.path
+            return
+        for one in leaves(self.specs[owner]):
             for fragment in one.spec.fragments:
                 yield f"{one.source}/{fragment.extent.path}" if several else fragment.extent.path
 

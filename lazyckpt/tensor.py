@@ -10,7 +10,7 @@ from .lazy import LazyArray
 
 if TYPE_CHECKING:
     from .inspect.table import Stats
-    from .show.plot import TensorPlots
+    from .show.plot_tensor import TensorPlots
 
 
 class LazyTensor(LazyArray):
@@ -103,7 +103,7 @@ class LazyTensor(LazyArray):
     def plot(self) -> TensorPlots:
         """Plots with matplotlib: ``t.plot()`` for an overview, ``t.plot.heatmap()``, ``t.plot.hist()``, and others
         (`TensorPlots`)."""
-        from .show.plot import TensorPlots
+        from .show.plot_tensor import TensorPlots
 
         return TensorPlots(self)
 

@@ -211,7 +211,7 @@ _TENSORS = {
     "io/reading/device.py", "io/reading/gather.py", "io/tensors.py",
     "io/metadata.py",  # gives users torch's own objects
     "io/plain_json.py",  # tensors among metadata
-    "show/plot.py", "show/values.py",
+    "show/plot.py", "show/plot_tensor.py", "show/values.py",
 }  # fmt: skip
 
 

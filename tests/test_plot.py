@@ -334,10 +334,24 @@ def test_norms_of_rows_and_columns(tmp_path: Path) -> None:
     view = saved(tmp_path, {"w": w, "v": torch.ones(3)})
     ax = view["w"].plot.row_norms()
     assert ax.lines[0].get_ydata() == pytest.approx(w.norm(dim=1).numpy())
-    assert written(ax, "outlier") == ["7"] and "1 row of zeros" in style.notes_of(ax)
+    assert written(ax, "outlier") == ["7"] and "1 row of norm 0" in style.notes_of(ax)
     assert view.plot.column_norms("w").lines[0].get_ydata() == pytest.approx(w.norm(dim=0).numpy())
     with pytest.raises(DataError, match="matrices"):
         view["v"].plot.row_norms()
+
+
+def test_axes_that_count_have_whole_numbers(tmp_path: Path) -> None:
+    view = saved(tmp_path, {"row": torch.randn(1, 40), "few": torch.tensor([0.5, 2.0, 3.0]), "none": torch.empty(0, 3)})
+    for axis in (
+        view["row"].plot.row_norms().xaxis,
+        view["row"].plot.singular_values().xaxis,
+        view["row"].plot.heatmap().xaxis,
+        view["few"].plot.hist(bins=3).yaxis,
+    ):
+        assert axis.get_majorticklocs().tolist() == [round(place) for place in axis.get_majorticklocs()]
+    for draw in (view["none"].plot.hist, view["none"].plot.row_norms, view["none"].plot.singular_values):
+        with pytest.raises(DataError, match="no elements"):
+            draw()
 
 
 def test_bits(tmp_path: Path) -> None:
@@ -454,6 +468,9 @@ def test_differences(tmp_path: Path) -> None:
     assert marks(relative) == [("?", (2, 1))] and cosine.get_title().startswith("Angle")
     assert len(found.plot(lines=True).axes[0].lines) == 2
     assert type(found.differing) is type(found) and len(found.differing) == 2
+    same = lazyckpt.diff(one, one).plot().axes
+    assert len(same) == 2, "there are no colours to explain"
+    assert all("all values are 0" in written(ax, "all") for ax in same)
     html = found._repr_html_()
     assert "h.1.up" in html and "only in a" in html and "4 of 6 tensors are equal" in html
     ax = one.plot.difference(two, "h.1.up")
@@ -493,6 +510,12 @@ def test_dynamics(tmp_path: Path) -> None:
         run.plot.dynamics("speed")
 
 
+def contrast(one: Any, two: Any) -> float:
+    """The contrast of two colours, as WCAG defines it."""
+    low, high = sorted(style._luminance(matplotlib.colors.to_rgb(colour)) for colour in (one, two))
+    return (high + 0.05) / (low + 0.05)
+
+
 def test_dark(tmp_path: Path) -> None:
     """A figure is dark where matplotlib's are, or where it is drawn into a dark one; its text has contrast."""
     import matplotlib.pyplot as plt
@@ -504,6 +527,7 @@ def test_dark(tmp_path: Path) -> None:
     theirs = plt.figure(facecolor="#101010").subplots()
     assert view["w"].plot.hist(ax=theirs) is theirs
     for ax, face in ((dark, style.DARK), (light, style.LIGHT), (theirs, style.DARK)):
+        assert all(contrast(tone, face.paper) > 1.8 for tone in style.shades(5, face))
         assert ax.title.get_color() == face.ink and ax.get_facecolor() == matplotlib.colors.to_rgba(face.paper)
 
 

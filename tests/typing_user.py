@@ -20,7 +20,8 @@ from lazyckpt.distributed import LazyReader, get_shard_info
 from lazyckpt.inspect.table import Histogram, Stats, Table
 from lazyckpt.interop.zarr_store import ViewStore
 from lazyckpt.runs.view import StepTensor
-from lazyckpt.show.plot import RunPlots, StepPlots, TensorPlots, ViewPlots
+from lazyckpt.show.plot import RunPlots, ViewPlots
+from lazyckpt.show.plot_tensor import StepPlots, TensorPlots
 
 
 def names_and_sides(path: Path) -> None:

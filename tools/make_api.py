@@ -30,7 +30,7 @@ from lazyckpt.export import registry as export_registry
 from lazyckpt.formats import reader
 from lazyckpt.inspect import table
 from lazyckpt.inspect import updates as sizes
-from lazyckpt.show import by_layer, plot, updates
+from lazyckpt.show import by_layer, plot, plot_tensor, updates
 
 FOLDER = Path(__file__).parents[1] / "docs" / "api"
 _WIDTH = 100  # columns of a signature on one line
@@ -85,7 +85,9 @@ def pages() -> dict[str, str]:
         "plots.md": (
             "Plots",
             f"What `t.plot`, `view.plot` and `run.plot` have. {text_of(plot)}\n\n"
-            + "\n".join(class_(o, 2) for o in (plot.TensorPlots, plot.ViewPlots, plot.StepPlots, plot.RunPlots)),
+            + "\n".join(
+                class_(o, 2) for o in (plot_tensor.TensorPlots, plot.ViewPlots, plot_tensor.StepPlots, plot.RunPlots)
+            ),
         ),
         "updates.md": (
             "Updates of optimizers",

@@ -130,6 +130,23 @@ def _tree(settings: Settings, names: int) -> Contest:
     return Contest(_processor(answer), calls=1, most=7)
 
 
+def _html(settings: Settings, names: int) -> Contest:
+    """What a notebook shows of a view that is new, and of the part of it below the first prefix."""
+    path = data.names(settings, names)
+
+    def sample(calls: int = 1) -> Sample:
+        seconds = 0.0
+        for _ in range(calls):
+            view = lazyckpt.open(path, cache=False)
+            start = time.process_time()
+            first = next(iter(view)).partition(".")[0]
+            assert view._repr_html_() and view.prefix(first)._repr_html_()
+            seconds += time.process_time() - start
+        return Sample(seconds / calls, {})
+
+    return Contest(sample, calls=1, most=7)
+
+
 def _page(settings: Settings, ranks: int) -> Contest:
     path = data.ranks(settings, "zero3", ranks, 8)
 
@@ -168,6 +185,9 @@ def _all(settings: Settings) -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         what = f"the heat map of a tensor of {settings.pick(1024, 64)} MiB of {str(dtype)[6:]}"
         yield Case(what, partial(_overview, settings, dtype), [Goal(1.3)])
+    names = settings.pick(100_000, 10_000)
+    half = [Goal(1.0, against=0.5, budget="half a second")]
+    yield Case(f"HTML of {names:,} tensors and of a part: processor time", partial(_html, settings, names), half)
     names, ranks = settings.pick(500_000, 20_000), settings.pick(1024, 64)
     second = [Goal(1.0, against=1.0, budget="a second")]
     yield Case(f"the tree of {names:,} names: processor time", partial(_tree, settings, names), second)

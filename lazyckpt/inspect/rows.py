@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import Any, Protocol, Self, TypeVar, overload
 
 from ..core.names import shortened
-from ..errors import TensorNotFoundError
+from ..errors import TensorNotFoundError, and_more
 from ..markup import cell, page, table
 
 _ROWS = 40  # rows that a repr prints
@@ -92,6 +92,15 @@ class Rows(Sequence[R]):
         list of tuple of str
             A tuple of cells for each line.
         """
+
+    def _shown(self, limit: int | None, cells: Callable[[R], tuple[str, ...]]) -> list[tuple[str, ...]]:
+        """Return the cells of the rows; of more than ``limit``, those of the first and the last ones, and how many lie
+        between them."""
+        if limit is None or len(self) <= limit:
+            return [cells(one) for one in self._rows]
+        half = limit // 2
+        first, last = ([cells(one) for one in some] for some in (self._rows[:half], self._rows[-half:]))
+        return [*first, (and_more(len(self) - 2 * half), ""), *last]
 
     def _text(self, limit: int | None) -> str:
         return "\n".join("  ".join(cells).rstrip() for cells in self.lines(limit))

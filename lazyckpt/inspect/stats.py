@@ -26,11 +26,13 @@ from ..jobs.write import RUN
 from ..lazy import LazyArray
 from .moments import (
     BLOCK,
+    FEW,
     Array,
     Moments,
     Patterns,
     count,
     even_edges,
+    few,
     merged,
     of_counts,
     of_numbers,
@@ -140,14 +142,17 @@ def stats_of_all(
 @dataclass(slots=True)
 class _Found:
     """The results for a tensor so far. ``moments`` are kept by the flat index of each run, to be merged in order;
-    counts are sums, for which order does not matter. When all runs are done, only ``whole`` and ``binned`` are left."""
+    counts are sums, for which order does not matter. When all runs are done, only ``whole`` and ``binned`` are left.
+
+    ``patterns`` are those of a tensor that is one run; ``counts``, of all bit patterns, are the sum of several runs."""
 
     name: str
     tensor: LazyArray
     bins: int | None
     edges: Array | None
     seen: int = 0
-    counts: Array | None = None  # of bit patterns
+    patterns: Patterns | None = None
+    counts: Array | None = None
     moments: dict[int, Moments] = field(default_factory=dict)
     binned: Array | None = None  # of bins
     whole: Moments = field(default_factory=Moments)
@@ -163,6 +168,9 @@ class _Found:
             if isinstance(what, Exception):
                 self.fail(ahead, what)
             elif isinstance(what, Patterns):
+                if numel == self.tensor.numel():
+                    self.patterns = what
+                    continue
                 if self.counts is None:
                     self.counts = np.zeros(1 << 8 * self.tensor.itemsize, np.int64)
                 self.counts[what.patterns] += what.counts
@@ -180,8 +188,8 @@ class _Found:
             self.error, self.errs_at = error, ahead
 
     def _finish(self) -> None:
-        if self.counts is not None:
-            found = sparse(self.counts)
+        found = sparse(self.counts) if self.counts is not None else self.patterns
+        if found is not None:
             numbers = values(self.tensor.dtype)[found.patterns]
             self.whole = of_counts(numbers, found.counts)
             self.set_range()
@@ -189,7 +197,7 @@ class _Found:
                 self.binned = np.histogram(numbers, self.edges, weights=found.counts)[0]
         elif self.moments:  # empty in the second pass, which only counts for the histogram
             self.whole = merged(self.moments[ahead] for ahead in sorted(self.moments))
-        self.counts, self.moments = None, {}
+        self.counts, self.patterns, self.moments = None, None, {}
 
     def set_range(self) -> None:
         """Set the edges of ``bins``, when the smallest and largest elements are known."""
@@ -278,6 +286,8 @@ def _measure(part: LazyArray, edges: Array | None) -> Sequence[Any]:
     """Return the bit patterns of a run; for wider dtypes its moments and, if there are edges, counts between them."""
     pieces = (_read(piece) for _, piece in part.pieces(PIECE))
     if part.itemsize <= 2:
+        if part.numel() <= FEW:
+            return (few(_read(part)),)
         return (sparse(sum(map(count, pieces), np.zeros(1 << 8 * part.itemsize, np.int64))),)
     moments, binned = Moments(), []
     for numbers in pieces:

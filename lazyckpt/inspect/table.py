@@ -8,7 +8,6 @@ from typing import Any
 
 from ..core.dtypes import FROM_NAME
 from ..core.names import shortened
-from ..errors import and_more
 from ..lazy import LazyArray
 from .moments import Moments, merged
 from .rows import Rows, aligned, printed
@@ -220,10 +219,7 @@ class Table(Rows[Stats]):
             the last one.
         """
         drawn = any(one.histogram for one in self._rows)
-        shown = [_cells(one, drawn) for one in self._rows]
-        if limit is not None and len(shown) > limit:
-            half = limit // 2
-            shown[half:-half] = [(and_more(len(shown) - 2 * half), "")]
+        shown = self._shown(limit, lambda one: _cells(one, drawn))
         table = [(*_HEAD, "histogram") if drawn else _HEAD, *shown]
         if len(self) > 1:
             table.append(_cells(self.total, drawn))

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.specs import TensorSpec
-from ..errors import LazyckptError, and_more
+from ..errors import LazyckptError
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, runner
 from ..jobs.progress import Bar
@@ -143,10 +143,7 @@ class UpdateTable(Rows[UpdateSize]):
             fewer cells.
         """
         run = any(one.step is not None for one in self._rows)
-        shown = [_cells(one, run) for one in self._rows]
-        if limit is not None and len(shown) > limit:
-            half = limit // 2
-            shown[half:-half] = [(and_more(len(shown) - 2 * half), "")]
+        shown = self._shown(limit, lambda one: _cells(one, run))
         return aligned([("name", *(("step",) if run else ()), *_HEAD), *shown], _LEFT)
 
     def _inside(self, title: str, cell: str) -> str:

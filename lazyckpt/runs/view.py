@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     import xarray as xr
 
     from ..show.by_layer import RunTable
-    from ..show.plot import RunPlots, StepPlots
+    from ..show.plot import RunPlots
+    from ..show.plot_tensor import StepPlots
     from ..show.updates import RunUpdates
 
 
@@ -74,7 +75,7 @@ class StepTensor(LazyTensor):
     @property
     def plot(self) -> StepPlots:
         """The plots of any tensor, and ``t.plot.steps()``: a quantity over the steps."""
-        from ..show.plot import StepPlots
+        from ..show.plot_tensor import StepPlots
 
         return StepPlots(self)
 

@@ -20,6 +20,8 @@ from .style import (
     colour_bar,
     colours,
     column_ticks,
+    count_axis,
+    folded,
     headline,
     heat,
     legend,
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
 
 _LEAST = math.log2(1.5)  # end of the scale of colours, at least: half as much again as the median
 _TEXTS = 60  # rows beside which their scale is written
-_LINES = 24  # kinds of a plot of curves
+_TONES = 8  # colours of curves, which are then repeated in dashes and dots
+_LINES = 3 * _TONES  # kinds of a plot of curves
 
 Scale = Literal["kind", "log", "linear"]
 
@@ -80,6 +83,10 @@ def layer_map(
     _marks(ax, found, columns, theme)
     blank = ["blank: 0"] if scale != "kind" and bool((values == 0).any()) else []
     headline(ax, title, [*notes, *blank], theme)
+    if scale != "kind" and not bool((values > 0).any()):  # there are no colours to explain
+        text = ax.text(0.5, 0.5, "all values are 0" if blank else "", transform=ax.transAxes, ha="center", va="center")
+        text.set(color=theme.soft, gid="all")
+        return ax
     bar = colour_bar(ax, image, label or _label(found.quantity, scale), theme, extend="both" if cut else "neither")
     if scale == "kind" and found.quantity not in SIGNED:
         places = _steps(float(image.get_clim()[1]))
@@ -210,23 +217,21 @@ def layer_curves(
     found: Layers, ax: Axes | None, title: str, notes: Sequence[str] = (), label: str = "", log: bool | None = None
 ) -> Axes:
     """Draw a line for each kind over the layers, on a logarithmic axis unless the quantity is signed or a share."""
-    from matplotlib.ticker import MaxNLocator
-
     if not found.layers:
         raise DataError("no tensor of this view is in a layer: there are no curves over layers to draw")
     ax, theme = axes_of(ax, (8.2, 4.2), grid="y")
     rows = [n for n, kind in enumerate(found.kinds) if kind not in found.alone][:_LINES]
     left = len(found.kinds) - len(found.alone) - len(rows)
     labels = found.labels
-    palette = list(colours([labels[n] for n in rows[:16]]).values()) if rows else []
+    palette = list(colours([str(n) for n in range(_TONES)]).values())
     for k, n in enumerate(rows):
         ax.plot(
             found.layers,
             found.values[n],
-            color=palette[k % 16],
-            linestyle="-" if k < 16 else "--",
+            color=palette[k % _TONES],
+            linestyle=("-", "--", ":")[k // _TONES],
             linewidth=1.5,
-            marker="o",
+            marker="os^"[k // _TONES],
             markersize=3 if len(found.layers) <= 40 else 0,
             label=short(labels[n], 34),
         )
@@ -235,9 +240,9 @@ def layer_curves(
     if log and bool((found.values > 0).any()):
         ax.set_yscale("log", nonpositive="mask")
         log_axis(ax.yaxis, *ax.get_ylim())
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    count_axis(ax.xaxis)
     ax.margins(x=0.02)
-    ax.set(xlabel="layer", ylabel=label or QUANTITIES.get(found.quantity, found.quantity))
+    ax.set(xlabel="layer", ylabel=folded(label or QUANTITIES.get(found.quantity, found.quantity), ax))
     more = [f"{left:,} more kinds are not drawn"] if left else []
     headline(ax, title, [*notes, *more], theme)
     if rows:

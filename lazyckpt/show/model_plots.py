@@ -193,6 +193,10 @@ def _write(
     if font < 6.5 and len(lines[0].rpartition(".")[2]) < len(lines[0]):
         lines[0] = lines[0].rpartition(".")[2]
         font = min(9.0, 0.9 * wide / (0.6 * max(len(line) for line in lines)))
+    room = int(0.9 * wide / (0.6 * 6.5))
+    if font < 6.5 and room >= 8:
+        lines = [short(lines[0], room), *(line for line in lines[1:] if len(line) <= room)]
+        font = min(9.0, 0.9 * wide / (0.6 * max(len(line) for line in lines)))
     while lines and len(lines) * font * 1.35 > high:
         lines.pop()
     if font < 6 or not lines:
@@ -324,6 +328,8 @@ def _rank_notes(found: Ranks, known: Sequence[RankHeld]) -> list[str]:
 def _draw_files(found: Ranks, ax: Axes | None) -> Axes:
     """Draw the bytes of each file as bars, where the checkpoint names no ranks."""
     held = sorted((one for one in found.files.values() if one.nbytes), key=lambda one: -one.nbytes)
+    if not held:
+        raise DataError("no file that is known holds a tensor of this view: there is nothing to draw")
     shown = held[:_FILES]
     ax, theme = axes_of(ax, (7.4, 1.1 + 0.26 * max(1, len(shown))), grid="x")
     places = range(len(shown))
@@ -333,7 +339,7 @@ def _draw_files(found: Ranks, ax: Axes | None) -> Axes:
     ax.invert_yaxis()
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    byte_axis(ax.xaxis, max((one.nbytes for one in shown), default=1))
+    byte_axis(ax.xaxis, max(one.nbytes for one in shown))
     ax.set_xlabel("bytes of tensors")
     notes = [
         "the checkpoint names no ranks: its files",

@@ -16,7 +16,7 @@ from .layer_plots import layer_map
 from .layout import holders
 from .model_plots import draw_architecture, draw_ranks
 from .style import closed_on_error, import_matplotlib, new_figure, size_of
-from .tensor_plots import facts_of, hist, layout, spectrum
+from .tensor_plots import check_drawable, facts_of, hist, layout, spectrum
 from .value_plots import heatmap, side_norms
 
 if TYPE_CHECKING:
@@ -54,9 +54,7 @@ def view_overview(view: Any) -> Figure:
 
 def tensor_overview(t: LazyArray) -> Figure:
     """See `TensorPlots.overview`."""
-    import_matplotlib()
-    if not t.numel():
-        raise DataError(f"{t.name!r} has no elements: there is nothing to draw")
+    check_drawable(t)
     panels: list[tuple[str, Callable[[Any], Any]]] = [("Values", lambda ax: hist(t, 100, True, ax))]
     if t.ndim >= 2:
         panels.append(("Norms of rows", lambda ax: side_norms(t, "rows", ax)))

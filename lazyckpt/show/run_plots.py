@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..inspect.course import Course
-from .style import axes_of, dress, headline, log_axis, new_figure, number, shades, short
+from .style import axes_of, count_axis, dress, headline, log_axis, new_figure, number, plain_axis, shades, short
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,11 +20,9 @@ _NAMED = 8  # lines that have entries in a legend; more have a bar of colours
 
 def steps_line(name: str, label: str, steps: list[int], values: list[float], ax: Axes | None) -> Axes:
     """Draw one line over the steps. See `StepPlots.steps`."""
-    from matplotlib.ticker import MaxNLocator
-
     ax, theme = axes_of(ax, (6.4, 3.2), grid="y")
     ax.plot(steps, values, color=theme.accent, linewidth=1.8, marker="o", markersize=4, label=short(name))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    count_axis(ax.xaxis)
     ax.margins(x=0.03)
     ax.set(xlabel="step", ylabel=label)
     notes = [f"from {number(values[0])} to {number(values[-1])} in {len(steps):,} saves"] if len(values) > 1 else []
@@ -40,7 +39,7 @@ def multiples(found: Course, title: str) -> Figure:
     down = -(-len(kinds) // across) or 1
     figure, theme = new_figure((2.5 * across + 0.9, 1.75 * down + 0.8))
     panels: Any = figure.subplots(down, across, sharex=True, sharey=found.quantity in _SHARED, squeeze=False)
-    tones = shades(len(found.layers))
+    tones = shades(len(found.layers), theme)
     log = found.quantity in ("change", "drift") and bool((found.values > 0).any())
     for n, ax in enumerate(panels.flat):
         if n >= len(kinds):
@@ -57,7 +56,8 @@ def multiples(found: Course, title: str) -> Figure:
             log_axis(ax.yaxis, *ax.get_ylim())
         else:
             ax.yaxis.set_major_locator(MaxNLocator(4))
-        ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+            plain_axis(ax.yaxis)
+        count_axis(ax.xaxis, 4)
         ax.tick_params(labelbottom=n + across >= len(kinds))
         ax.tick_params(labelsize=7.5)
         ax.set_title(short(found.labels[n], 30), x=0, ha="left", pad=4, color=theme.ink, fontsize=8.5)
@@ -78,7 +78,8 @@ def _title(figure: Any, theme: Any, title: str, found: Course) -> None:
     label = found.label + (f" ({more:,} more kinds are not drawn)" if more > 0 else "")
     figure.suptitle(title, x=0.01, ha="left", color=theme.ink, fontsize=10.5, fontweight="bold")
     figure.supxlabel("step", color=theme.soft, fontsize=8.5)
-    figure.supylabel(label, color=theme.soft, fontsize=8.5)
+    lines = wrap(label, max(16, int(14 * (figure.get_size_inches()[1] - 0.6))))
+    figure.supylabel("\n".join(lines), color=theme.soft, fontsize=8.5)
 
 
 def _layers(figure: Any, panels: Any, theme: Any, found: Course, tones: list[Any]) -> None:

@@ -191,15 +191,14 @@ def colour_bar(ax: Any, image: Any, label: str, theme: Theme, **options: Any) ->
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.05, pad=0.02, aspect=22, **options)
     bar.outline.set_visible(False)
     bar.ax.tick_params(which="both", color=theme.line, labelcolor=theme.soft, labelsize=_SMALL, length=2, width=0.8)
-    bar.set_label(label, color=theme.soft, fontsize=_PLAIN)
+    bar.set_label(folded(label, ax), color=theme.soft, fontsize=_PLAIN)
     long = getattr(bar, "long_axis", bar.ax.yaxis)
     if isinstance(image.norm, LogNorm):
         log_axis(long, *image.get_clim())
     else:
         long.set_major_locator(MaxNLocator(5))
+        plain_axis(long)
     bar.ax.minorticks_off()
-    for axis in (bar.ax.xaxis, bar.ax.yaxis):
-        axis.get_offset_text().set(color=theme.soft, fontsize=_SMALL)
     return bar
 
 
@@ -211,6 +210,20 @@ def log_axis(axis: Any, low: float, high: float) -> None:
     axis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if few else (1.0,), numticks=8))
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     axis.set_minor_formatter(NullFormatter())
+
+
+def count_axis(axis: Any, most: int = 9) -> None:
+    """Label an axis of numbers that count or number something: with whole numbers only, also if there is one."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+
+
+def plain_axis(axis: Any) -> None:
+    """Label a linear axis with plain numbers, without a factor for all of them at its end."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.6g}".replace("-", "\N{MINUS SIGN}")))
 
 
 def byte_axis(axis: Any, most: float) -> None:
@@ -263,10 +276,11 @@ def colours(labels: Sequence[str]) -> dict[str, Any]:
     return {label: scale(n / (len(labels) - 1)) for n, label in enumerate(labels)}
 
 
-def shades(count: int) -> list[Any]:
-    """Return colours for numbered things, such as layers or steps, from dark to light."""
+def shades(count: int, theme: Theme) -> list[Any]:
+    """Return colours for numbered things, such as layers or steps, from dark to light, as far as the paper permits."""
     scale = import_matplotlib().get_cmap("viridis")
-    return [scale(0.92 * n / max(1, count - 1)) for n in range(count)]
+    low, high = (0.3, 1.0) if theme is DARK else (0.0, 0.8)
+    return [scale(low + (high - low) * n / max(1, count - 1)) for n in range(count)]
 
 
 def mixed(colour: str, other: str, share: float) -> Any:
@@ -352,6 +366,12 @@ def short(text: str, most: int = LABEL) -> str:
     """Shorten a text to its end, which is more specific than its beginning, and make it safe for matplotlib."""
     text = printable(text)
     return plain(text if len(text) <= most else "\N{HORIZONTAL ELLIPSIS}" + text[1 - most :])
+
+
+def folded(label: str, ax: Any) -> str:
+    """Return the label of a vertical axis in as many lines as the height of Axes asks for."""
+    high = ax.get_position().height * ax.figure.figure.get_size_inches()[1]
+    return "\n".join(wrap(label, max(16, int(high * _ACROSS))))
 
 
 def plain(text: str) -> str:

@@ -8,18 +8,21 @@ import numpy as np
 
 from ..core.names import natural
 from ..core.units import human_bytes
+from ..errors import DataError
 from ..inspect.stats import Bins, noise, singular_values, stats_of
 from ..lazy import LazyArray
 from .layout import Cell, drawing
 from .style import (
     axes_of,
     colours,
+    count_axis,
     headline,
     import_matplotlib,
     legend,
     log_axis,
     number,
     on,
+    plain_axis,
     short,
 )
 
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 
 _LEGEND = 16  # maximum number of entries of a legend, and of distinct colours
 _TEXTS = 80  # labels are written on the cells of drawings with at most this many
+_POINTS = 40  # singular values up to which each has a point on the line
 _ENERGY = 0.99  # share of the squares of the singular values that is marked
 
 
@@ -41,9 +45,16 @@ def facts_of(t: LazyArray) -> str:
     return f"{t.spec.dtype.short} [{', '.join(map(str, t.shape))}], {human_bytes(t.nbytes)}"
 
 
+def check_drawable(t: LazyArray) -> None:
+    """Raise a DataError if there is nothing to draw, or nothing to draw it with."""
+    import_matplotlib()
+    if not t.numel():
+        raise DataError(f"{t.name!r} has no elements: there is nothing to draw")
+
+
 def hist(t: LazyArray, bins: Bins, log: bool, ax: Axes | None) -> Axes:
     """See `TensorPlots.hist`."""
-    import_matplotlib()
+    check_drawable(t)
     found = stats_of(t, bins)
     assert found.histogram is not None  # because bins were given
     ax, theme = axes_of(ax, (6.4, 3.4), grid="y")
@@ -54,6 +65,7 @@ def hist(t: LazyArray, bins: Bins, log: bool, ax: Axes | None) -> Axes:
     else:
         ax.set_ylim(bottom=0)
         _in_thousands(ax.yaxis)
+    plain_axis(ax.xaxis)
     ax.margins(x=0.01)
     odd = {"NaN": found.nan, "+Inf": found.posinf, "-Inf": found.neginf}
     notes = [facts_of(t)]
@@ -72,16 +84,19 @@ def _in_thousands(axis: Any) -> None:
     """Write large counts as "20k"."""
     from matplotlib.ticker import EngFormatter
 
+    count_axis(axis)
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
 def spectrum(t: LazyArray, ax: Axes | None) -> Axes:
     """See `TensorPlots.singular_values`."""
-    import_matplotlib()
+    check_drawable(t)
     found = singular_values(t)
     values, least = found.numpy(), noise(found)
     ax, theme = axes_of(ax, (6.4, 3.4), grid="y")
-    ax.plot(np.arange(1, len(values) + 1), values, color=theme.accent, linewidth=1.8)
+    points: dict[str, Any] = {"marker": "o", "markersize": 3} if len(values) <= _POINTS else {}
+    ax.plot(np.arange(1, len(values) + 1), values, color=theme.accent, linewidth=1.8, **points)
+    count_axis(ax.xaxis)
     notes = [facts_of(t)]
     largest = float(values[0]) if len(values) else 0.0
     if largest > 0:
@@ -127,7 +142,8 @@ def layout(t: LazyArray, ax: Axes | None) -> Axes:
     ax.set(xlim=(left, right or 1), ylim=(bottom or 1, top))
     ax.set_xlabel("" if drawn.col_dim is None else f"dimension {drawn.col_dim} (elements)")
     ax.set_ylabel("" if drawn.row_dim is None else f"dimension {drawn.row_dim} (elements)")
-    ax.locator_params(integer=True)
+    count_axis(ax.xaxis)
+    count_axis(ax.yaxis)
     if drawn.row_dim is None:
         ax.set_yticks([])
     if 1 < len(labels) <= _LEGEND:

@@ -17,6 +17,7 @@ from .style import (
     axes_of,
     colour_bar,
     column_ticks,
+    count_axis,
     headline,
     heat,
     import_matplotlib,
@@ -90,11 +91,10 @@ def curves(table: UpdateTable, quantity: str, ax: Axes | None) -> Axes:
     _check(table, quantity)
     steps, rows = _by_row(table, quantity)
     import_matplotlib()
-    from matplotlib.ticker import MaxNLocator
 
     ax, theme = axes_of(ax, (7.4, 4), grid="y")
     layers = [label for label in rows if label.isdecimal()]
-    tones = dict(zip(layers, shades(len(layers)), strict=True))
+    tones = dict(zip(layers, shades(len(layers), theme), strict=True))
     for label, found in rows.items():
         known = [step for step in steps if step in found]
         own = label not in tones
@@ -112,7 +112,7 @@ def curves(table: UpdateTable, quantity: str, ax: Axes | None) -> Axes:
         ax.set_yscale("log", nonpositive="mask")
     if ax.get_legend_handles_labels()[1]:
         legend(ax, theme, title="layer" if len(layers) <= _LEGEND else "", outside=True)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    count_axis(ax.xaxis)
     if len(layers) > _LEGEND:
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import ListedColormap, Normalize

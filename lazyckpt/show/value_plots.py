@@ -20,14 +20,16 @@ from .style import (
     axes_of,
     bare,
     colour_bar,
+    count_axis,
     headline,
     import_matplotlib,
     magnitudes,
     new_figure,
     number,
+    plain_axis,
     signed,
 )
-from .tensor_plots import facts_of, title_of
+from .tensor_plots import check_drawable, facts_of, title_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +40,7 @@ _ROBUST = 99.5  # percentile of the magnitudes at which the colours end
 _LONG, _SHORT = 5.2, 1.3  # inches of the longer side of a heat map, and of the shorter one at least
 _POOLS = {"mean": "mean", "absmax": "largest |x|", "min": "minimum", "max": "maximum"}
 _NAMED = 3  # rows or columns that are named because they stand out
+_POINTS = 40  # norms up to which each has a point on the line
 _FAR = 4.0  # how far they stand out: times the median
 
 Pool = Literal["mean", "absmax", "min", "max"]
@@ -89,7 +92,8 @@ def draw_pixels(t: LazyArray, found: Pixels, pool: str, ax: Axes | None, title: 
     )
     bare(ax)
     _mark_odd(ax, found, theme)
-    ax.locator_params(integer=True, nbins=6)
+    count_axis(ax.xaxis, 6)
+    count_axis(ax.yaxis, 6)
     plane = found.plane
     ax.set_xlabel(
         ""
@@ -152,7 +156,7 @@ def side_norms(t: LazyArray, side: Literal["rows", "columns"], ax: Axes | None) 
     """See `TensorPlots.row_norms` and `TensorPlots.column_norms`."""
     if t.ndim < 2:
         raise DataError(f"{t.name!r} has {plural(t.ndim, 'dimension')}: norms of {side} are of matrices")
-    import_matplotlib()
+    check_drawable(t)
     found = norms(t, GROUPS if side == "rows" else 1, GROUPS if side == "columns" else 1)
     values, edges = (found.rows, found.row_edges) if side == "rows" else (found.cols, found.col_edges)
     total = found.plane.height if side == "rows" else found.plane.width
@@ -161,9 +165,12 @@ def side_norms(t: LazyArray, side: Literal["rows", "columns"], ax: Axes | None) 
     middles = (edges[:-1] + edges[1:] - 1) / 2
     good = values[np.isfinite(values)]
     median = float(np.median(good)) if good.size else math.nan
-    ax.plot(middles, values, color=theme.accent, linewidth=0.9 if len(values) > 200 else 1.4)
+    points: dict[str, Any] = {"marker": "o", "markersize": 3} if len(values) <= _POINTS else {}
+    ax.plot(middles, values, color=theme.accent, linewidth=0.9 if len(values) > 200 else 1.4, **points)
     ax.set_ylim(bottom=0)
     ax.margins(x=0.01)
+    count_axis(ax.xaxis)
+    plain_axis(ax.yaxis)
     notes = [facts_of(t)]
     if good.size:
         ax.axhline(median, color=theme.soft, linewidth=0.9, linestyle=(0, (4, 3)))
@@ -171,7 +178,7 @@ def side_norms(t: LazyArray, side: Literal["rows", "columns"], ax: Axes | None) 
         _name_outliers(ax, values, middles, median, theme)
     zeros = int((values == 0).sum())
     if zeros:
-        notes.append(f"{plural(zeros, one)} of zeros")
+        notes.append(f"{plural(zeros, one)} of norm 0")
     if len(values) < total:
         notes.append(f"root mean square of groups of {-(-total // len(values)):,} {side}")
     ax.set(xlabel=one, ylabel=f"L2 norm of the {one}")
@@ -234,5 +241,5 @@ def _exponents(ax: Any, found: Bits, theme: Theme) -> None:
         ax.set(xlabel=f"exponent: |x| is near 2 to this power (bias {layout.bias})", ylabel="elements")
     ax.set_yscale("log", nonpositive="clip")
     ax.set_ylim(bottom=0.5)
-    ax.locator_params(axis="x", integer=True)
+    count_axis(ax.xaxis)
     headline(ax, "exponents" if found.exponents is not None else "values", (), theme)
