@@ -240,6 +240,7 @@ def test_names_decide_where_no_model_type_is_known(tmp_path: Path, model: str) -
         "num_query_groups": config.get("num_key_value_heads", 1 if model == "gpt_bigcode" else 4),
         "kv_channels": config.get("head_dim", config.get("d_kv", 4)),
     }
+    heads |= {"squared_relu": True} if model == "nemotron" else {}
     back = of_megatron(tmp_path / "x.pt", {name: there[name][...] for name in there.specs}, **heads).rename("hf")
     tensors = {name.replace("backbone.embedding.", "backbone.embeddings."): one for name, one in tensors.items()}
     assert set(back.specs) == set(tensors)
@@ -251,6 +252,37 @@ def test_names_decide_where_no_model_type_is_known(tmp_path: Path, model: str) -
         name for name in there.specs if (".linear_qkv." in name or ".linear_kv." in name) and "layer_norm" not in name
     }  # (heads are not known)
     assert set(there.specs) - fused <= set(again.specs)
+
+
+@pytest.mark.parametrize(
+    ("model", "without", "args", "candidates"),
+    [
+        ("nemotron", (), {}, r"nemotron, starcoder2"),
+        ("starcoder2", (".bias",), {}, r"nemotron, starcoder2"),
+        ("falcon", (), {}, r"nemotron, starcoder2, falcon"),
+        ("falcon", (), {"squared_relu": False}, r"starcoder2, falcon"),
+        ("gpt_neox", ("attention.dense.bias", "query_key_value.bias"), {}, r"nemotron, gpt_neox"),
+        ("gpt_bigcode", (), None, r"gpt_bigcode, gpt2"),
+    ],
+)
+def test_names_that_several_architectures_have_are_a_question(
+    tmp_path: Path, model: str, without: tuple[str, ...], args: dict[str, Any] | None, candidates: str
+) -> None:
+    """They compute different results: with another activation, or attention and MLP side by side."""
+    tensors = tiny_models.write(tmp_path / "hf", model)
+    norms = ("layernorm.bias", "norm.bias", "ln_1.bias", "ln_2.bias", "ln_f.bias")
+    gone = {name for name in tensors if without and name.endswith(without) and not name.endswith(norms)}
+    save_file({n: t for n, t in tensors.items() if n not in gone}, tmp_path / "hf" / "model.safetensors")
+    there = lazyckpt.open(tmp_path / "hf").rename("megatron")
+    held = {name: there[name][...].contiguous() for name in there.specs}
+    if args is None:
+        save_file(held, tmp_path / "x.safetensors")
+        view = lazyckpt.open(tmp_path / "x.safetensors")
+    else:
+        view = of_megatron(tmp_path / "x.pt", held, **args)
+    with pytest.raises(FormatError, match=candidates):
+        view.rename("hf")
+    assert set(view.rename(model)) >= set(tensors) - gone - {n for n in tensors if "attn" in n}, "the user's choice"
 
 
 def test_an_architecture_without_a_table_is_refused(tmp_path: Path) -> None:
