@@ -323,6 +323,37 @@ def test_names_of_no_architecture_or_of_several_are_refused(tmp_path: Path) -> N
     ]
 
 
+@pytest.mark.parametrize(
+    ("model", "wrong", "named"),
+    [
+        ("gpt2", {"model_type": "gpt_bigcode"}, r"c_attn.*\[16, 48\].*gpt_bigcode"),
+        ("gpt_bigcode", {"model_type": "gpt2"}, r"c_attn.*\[24, 16\].*gpt2"),
+        ("gpt2", {"n_head": 3}, r"c_attn.*48.*3 heads"),
+        ("llama", {"hidden_size": 64}, r"\[32, 16\].*64"),
+        ("llama", {"vocab_size": 64}, r"embed_tokens.*32 rows.*64"),
+        ("llama", {"num_key_value_heads": 4}, r"k_proj.*\[12, 16\].*num_key_value_heads.*24"),
+        ("llama", {"intermediate_size": 11}, r"intermediate_size.*11"),
+        ("gpt_neox", {"num_attention_heads": 3}, r"query_key_value.*48.*heads.*44"),
+        ("falcon", {"num_kv_heads": 4}, r"query_key_value.*32.*heads.*48"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused(
+    tmp_path: Path, model: str, wrong: dict[str, Any], named: str
+) -> None:
+    tiny_models.write(tmp_path, model)
+    right = json.loads((tmp_path / "config.json").read_text())
+    assert lazyckpt.open(tmp_path).rename("megatron").problems == ()
+    (tmp_path / "config.json").write_text(json.dumps(right | wrong))
+    with pytest.raises(FormatError, match=named):
+        lazyckpt.open(tmp_path).rename("megatron")
+    if model == "llama":
+        with pytest.raises(FormatError, match=named):
+            lazyckpt.open(tmp_path).to_gguf(tmp_path / "x.gguf")
+    if model == "llama" and "num_key_value_heads" not in wrong:  # (q, k and v would keep their names)
+        with pytest.raises(FormatError, match=r"config.json is not of this model"):
+            lazyckpt.open(tmp_path).rename("llama", reverse=True).to_megatron(tmp_path / "out")
+
+
 # -- values that mean something else
 
 

@@ -191,6 +191,25 @@ def megatron(specs: Mapping[str, TensorSpec]) -> Builtin:
     return Builtin(best[0], best[0])
 
 
+def check_matrices(
+    meta: Mapping[str, Any], specs: Mapping[str, TensorSpec], entries: list[Entry], model: Builtin
+) -> None:
+    """Raise FormatError if matrices do not lie as in the model of config.json: [in, out] or [out, in], as their biases
+    tell. Otherwise the names are those of another model, such as GPT-2's beside a config.json of GPTBigCode."""
+    if of_model(meta) is None:
+        return
+    shorts = {_DIGITS.sub("0", name): name for name in specs if name.endswith(".weight")}
+    names = {_DIGITS.sub("0", name): name for name in specs}
+    for short, name in shorts.items():
+        fitting = [e for e in entries if len(e.right) == 1 and not e.stack and matched(short, e.right[0])]
+        if fitting and not any(_lies_so(short, entry, names, specs) for entry in fitting):
+            raise FormatError(
+                f"config.json is not of this model: {name} has shape {list(specs[name].shape)}, and its bias says that "
+                f"it lies otherwise than matrices of model_type {model.model!r}. Put the config.json and the tensors "
+                "of one model together, or name a table: view.rename('gpt2')"
+            )
+
+
 def _result(
     name: str, entries: list[Entry], names: Mapping[str, str], specs: Mapping[str, TensorSpec]
 ) -> tuple[Any, ...] | None:
