@@ -250,6 +250,19 @@ def test_nested_tensors_are_the_list_of_their_tensors(tmp_path: Path) -> None:
     assert view.meta["epoch"] == 3
 
 
+def test_what_torch_caches_in_jagged_tensors_is_nothing_to_tell(tmp_path: Path) -> None:
+    offsets = torch.tensor([0, 2, 6])
+    held = torch.nested.nested_tensor_from_jagged(torch.randn(6, 3), offsets, min_seqlen=2, max_seqlen=4)
+    held.note = "mine"  # type: ignore[attr-defined]
+    torch.save({"jagged": held, "w": torch.ones(2)}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    assert [problem.code for problem in view.problems] == ["nested-tensor"]
+    assert view.meta == {"tensor_attributes": {"jagged": {"note": "mine"}}}
+    assert list(view) == ["jagged.0", "jagged.1", "w"]
+    for n, piece in enumerate(held.unbind()):
+        same(view[f"jagged.{n}"][...], piece, n)
+
+
 def test_tied_sparse_tensors(tmp_path: Path) -> None:
     one = torch.eye(3).to_sparse_csr()
     torch.save({"a": one, "b": one, "c": torch.eye(3).to_sparse_csr()}, tmp_path / "model.pt")
