@@ -273,3 +273,13 @@ def test_weights_beside_the_model_are_told(tmp_path: Path) -> None:
     (problem,) = view.problems
     assert problem.code == "unsorted-tensor" and "'head'" in problem
     same(view["head.weight"][...], head["weight"], "the stored name finds it")
+
+
+def test_states_of_generators_are_no_weights(tmp_path: Path) -> None:
+    net, optimizer = trained(nn.Linear(3, 4))
+    tree = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    tree |= {"cuda_rng_state": [torch.zeros(16, dtype=torch.uint8)], "random_mask": torch.ones(16)}
+    torch.save(tree, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    assert list(view) == ["net.weight", "net.bias", "random_mask"]
+    same(view["rng"][...], tree["rng"], "the stored name finds it")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from ...core.box import Shape
+from ...core.dtypes import U8
 from ...core.names import free
 from ...core.specs import TensorSpec, renamed
 from ...core.units import plural
@@ -29,6 +30,8 @@ _RANDOM = "rng"
 # torchtitan/components/checkpoint.py: these keys are at the same level as the model's names. They could also be
 # names of modules: see `_modules`
 _NO_MODELS = ("train_state", "lr_scheduler", "dataloader", _RANDOM)
+# bytes of a generator's state: aten/src/ATen/CPUGeneratorImpl.cpp `get_state`, aten/src/ATen/cuda/CUDAGeneratorImpl.cpp
+_RANDOM_STATES = ((5056,), (16,))
 
 Slots = Mapping[str, Mapping[str, TensorSpec]]  # parameter -> name of the state -> tensor
 
@@ -131,7 +134,7 @@ def sort(
         elif root is not None:
             flat.append((root, ".".join(map(str, path[len(root) :])).removeprefix("state."), spec))
         else:
-            below = _of_a_model(path, skip, models, excluded)
+            below = None if _is_random_state(path, spec) else _of_a_model(path, skip, models, excluded)
             if below is None:
                 found.rest.append(key)
                 continue
@@ -196,6 +199,12 @@ def _modules(tensors: Iterable[tuple[Path, TensorSpec]], objects: Sequence[Path]
         else:
             held[path[level]] = held.get(path[level], False) or _looks_trained(spec)
     return {key for key, trained in held.items() if trained} - unlike
+
+
+def _is_random_state(path: Path, spec: TensorSpec) -> bool:
+    """Return whether a tensor is the state of a generator of torch, by its name, dtype and size."""
+    named = any(isinstance(part, str) and ("rng" in part.lower() or "random" in part.lower()) for part in path)
+    return named and spec.dtype == U8 and spec.shape in _RANDOM_STATES
 
 
 def _of_a_state_dict(path: Path) -> bool:
