@@ -6,7 +6,6 @@ word. So what follows its numbers (renaming, writers) checks the shapes before.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ PLAIN = {
 _FUSED = PLAIN | {"gpt2", "gpt_bigcode", "gpt_neox", "falcon", "RefinedWeb", "RefinedWebModel", "nemotron", "arcee"}
 _QKV = (".query_key_value.weight", ".linear_qkv.weight")
 _OTHER_WIDTHS = ("embedding_size", "word_embed_proj_dim")  # embeddings that are not of the hidden size
-_LAYER = re.compile(r"(?:layers|h)\.(\d+)\.")
 
 
 class Rule(NamedTuple):
@@ -134,12 +132,13 @@ def _contradictions(config: Mapping[str, Any], shapes: Mapping[str, Shape], rows
     endings, inside = tuple(rules), (f"{start}layers.", "transformer.h.", "gpt_neox.layers.", "decoder.layers.")
     last = -1
     for name, shape in shapes.items():
-        if not name.startswith(inside):
+        prefix = next((one for one in inside if name.startswith(one)), None)
+        if prefix is None:
             continue
-        match = _LAYER.search(name)
+        layer = name.removeprefix(prefix).partition(".")[0]
         if rows and shape and shape[0] != rows and name.endswith(_QKV) and config.get("model_type") in _FUSED:
             yield f"{name} has shape {list(shape)}, and by the heads of config.json it has {rows:,} rows"
-        last = max(last, int(match[1])) if match is not None else last
+        last = max(last, int(layer)) if layer.isdecimal() and len(layer) < 10 else last
         if name.endswith(endings):
             rule = next(rules[ending] for ending in endings if name.endswith(ending))
             if shape != rule.shape:
