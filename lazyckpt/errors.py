@@ -139,6 +139,7 @@ PROBLEM_CODES = {
     "replaced-tensor": "A tensor is read from another file, because the usual one does not hold its values.",
     "unsupported-tensor": "A tensor cannot be represented as it is; the message says what is read instead.",
     "nested-tensor": "A tensor consists of others, which are read under its name.",
+    "unsorted-tensor": "Tensors are neither the model's nor of a known layout of optimizers; they are in view.stored.",
     # -- dequantized views
     "undecided-quantization": "What a quantized tensor means is not known, or not certain: it stays as it is stored.",
     "contradicting-quantization": "Configuration, names, shapes or dtypes of quantized tensors contradict each other.",

@@ -95,6 +95,32 @@ def test_tensors_and_objects(tmp_path: Path, aligned: bool) -> None:
     same(view.stored["list.1.deep"][...], torch.zeros(1), "deep")
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+def test_tensors_in_tuples_are_in_the_pickle(tmp_path: Path, aligned: bool) -> None:
+    """The writer looks into dicts and lists only, so that pickle writes what is in a tuple itself."""
+    base = torch.arange(12.0).view(3, 4)
+    inner = (base.t(), base[1], "text", torch.tensor([2.5, -1.0]).bfloat16())
+    write(
+        {"module": {"a.weight": torch.ones(3)}, "pair": inner, "list": [(torch.tensor(5),)]}, tmp_path / "m.pt", aligned
+    )
+    view = lazyckpt.open(tmp_path / "m.pt")
+    assert view.problems == () and list(view) == ["a.weight"] and view.meta["pair"][2] == "text"
+    for n in (0, 1, 3):
+        same(view.stored[f"pair.{n}"][...], inner[n], n)
+    same(view.stored["list.0.0"][...], torch.tensor(5), "in a list")
+
+
+def test_a_pickle_in_place_of_a_storage_stays_a_record(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return torch.storage._load_from_bytes, (pickle.dumps(STATE["step"]),)  # type: ignore[attr-defined]
+
+    write({"module": {"a.weight": torch.ones(3)}, "pair": (Evil(),)}, tmp_path / "m.pt", False)
+    view = lazyckpt.open(tmp_path / "m.pt")
+    assert [problem.code for problem in view.problems] == ["unsafe-pickle"]
+    assert "_load_from_bytes" in repr(view.meta["pair"][0])
+
+
 @pytest.mark.parametrize("name", ['a"b', "ü", "a\\"])
 def test_the_first_name_may_have_escapes(tmp_path: Path, name: str) -> None:
     write({name: torch.ones(2)}, tmp_path / "model.pt", False)

@@ -146,7 +146,7 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer, before: str = ""
 def assert_moments(path: Path, tree: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
     torch.save(tree, path)
     view = lazyckpt.open(path)
-    assert view.problems == ()
+    assert {problem.code for problem in view.problems} <= {"unsorted-tensor"}  # the weights of a second model
     assert sorted(view.states["exp_avg"]) == sorted(expected)
     for name, value in expected.items():
         same(view.states["exp_avg"][name][...], value, name)
@@ -229,3 +229,57 @@ def test_a_file_of_weights_for_each_rank_is_no_folder_of_models(tmp_path: Path) 
         torch.save({"state": {}, "param_groups": []}, tmp_path / f"optimizer_{rank}.pt")
     with pytest.raises(FormatError):
         lazyckpt.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "word", ["rng", "train_state", "lr_scheduler", "dataloader", "epoch", "scheduler", "optimizer"]
+)
+def test_a_module_with_the_name_of_something_else_keeps_its_weights(tmp_path: Path, word: str) -> None:
+    module, other = (nn.ModuleDict({"fc": nn.Linear(2, 3), "bn": nn.BatchNorm1d(3)}).state_dict() for _ in range(2))
+    truth = {f"{top}.{name}": value for top, held in ((word, module), ("dec", other)) for name, value in held.items()}
+    torch.save({word: module, "dec": other}, tmp_path / "nested.pt")
+    torch.save({"state": {"model": {"dec": other}}, word: module}, tmp_path / "level.pt")
+    torch.save({word: module}, tmp_path / "alone.pt")
+    view = lazyckpt.open(tmp_path / "nested.pt")
+    assert set(view) == set(truth) and list(view.states) == ["weights"] and not view.problems
+    for name, value in truth.items():
+        same(view[name][...], value, name)
+    assert {*lazyckpt.open(tmp_path / "alone.pt")} == {f"{word}.{name}" for name in module}
+    assert {f"{word}.{name}" for name in module} <= set(lazyckpt.open(tmp_path / "level.pt"))
+    if word == "rng":
+        assert "state dict of a module" in view["rng.fc.weight"].explain()
+
+
+def test_what_is_not_a_module_is_no_weight(tmp_path: Path) -> None:
+    """As torchtitan, Composer and verl write them: counters, random states, learning rates."""
+    beside = {
+        "rng": {"cpu": torch.get_rng_state(), "fc": {"weight": torch.ones(2)}, "python": (3, (1, 2), None)},
+        "train_state": {"step": torch.tensor(3), "loss": torch.tensor(0.5)},
+        "lr_scheduler": {"_last_lr": [torch.tensor([0.5])]},
+        "dataloader": {"order": torch.arange(3)},
+    }
+    torch.save({"layers": nn.Linear(2, 3).state_dict(), **beside}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    assert set(view) == {"layers.weight", "layers.bias"} and list(view.states) == ["weights"]
+    assert view.problems == ()
+    same(view["rng.fc.weight"][...], torch.ones(2), "the stored name finds it")
+
+
+def test_weights_beside_the_model_are_told(tmp_path: Path) -> None:
+    head = nn.Linear(2, 3).state_dict()
+    torch.save({"model": nn.Linear(5, 2).state_dict(), "head": head, "step": 3}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    assert set(view) == {"weight", "bias"}
+    (problem,) = view.problems
+    assert problem.code == "unsorted-tensor" and "'head'" in problem
+    same(view["head.weight"][...], head["weight"], "the stored name finds it")
+
+
+def test_states_of_generators_are_no_weights(tmp_path: Path) -> None:
+    net, optimizer = trained(nn.Linear(3, 4))
+    tree = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    tree |= {"cuda_rng_state": [torch.zeros(16, dtype=torch.uint8)], "random_mask": torch.ones(16)}
+    torch.save(tree, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    assert list(view) == ["net.weight", "net.bias", "random_mask"]
+    same(view["rng"][...], tree["rng"], "the stored name finds it")

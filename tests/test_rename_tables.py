@@ -241,6 +241,7 @@ def test_names_decide_where_no_model_type_is_known(tmp_path: Path, model: str) -
         "num_query_groups": config.get("num_key_value_heads", 1 if model == "gpt_bigcode" else 4),
         "kv_channels": config.get("head_dim", config.get("d_kv", 4)),
     }
+    heads |= {"squared_relu": True} if model == "nemotron" else {}
     back = of_megatron(tmp_path / "x.pt", {name: there[name][...] for name in there.specs}, **heads).rename("hf")
     tensors = {name.replace("backbone.embedding.", "backbone.embeddings."): one for name, one in tensors.items()}
     assert set(back.specs) == set(tensors)
@@ -252,6 +253,37 @@ def test_names_decide_where_no_model_type_is_known(tmp_path: Path, model: str) -
         name for name in there.specs if (".linear_qkv." in name or ".linear_kv." in name) and "layer_norm" not in name
     }  # (heads are not known)
     assert set(there.specs) - fused <= set(again.specs)
+
+
+@pytest.mark.parametrize(
+    ("model", "without", "args", "candidates"),
+    [
+        ("nemotron", (), {}, r"nemotron, starcoder2"),
+        ("starcoder2", (".bias",), {}, r"nemotron, starcoder2"),
+        ("falcon", (), {}, r"nemotron, starcoder2, falcon"),
+        ("falcon", (), {"squared_relu": False}, r"starcoder2, falcon"),
+        ("gpt_neox", ("attention.dense.bias", "query_key_value.bias"), {}, r"nemotron, gpt_neox"),
+        ("gpt_bigcode", (), None, r"gpt_bigcode, gpt2"),
+    ],
+)
+def test_names_that_several_architectures_have_are_a_question(
+    tmp_path: Path, model: str, without: tuple[str, ...], args: dict[str, Any] | None, candidates: str
+) -> None:
+    """They compute different results: with another activation, or attention and MLP side by side."""
+    tensors = tiny_models.write(tmp_path / "hf", model)
+    norms = ("layernorm.bias", "norm.bias", "ln_1.bias", "ln_2.bias", "ln_f.bias")
+    gone = {name for name in tensors if without and name.endswith(without) and not name.endswith(norms)}
+    save_file({n: t for n, t in tensors.items() if n not in gone}, tmp_path / "hf" / "model.safetensors")
+    there = lazyckpt.open(tmp_path / "hf").rename("megatron")
+    held = {name: there[name][...].contiguous() for name in there.specs}
+    if args is None:
+        save_file(held, tmp_path / "x.safetensors")
+        view = lazyckpt.open(tmp_path / "x.safetensors")
+    else:
+        view = of_megatron(tmp_path / "x.pt", held, **args)
+    with pytest.raises(FormatError, match=candidates):
+        view.rename("hf")
+    assert set(view.rename(model)) >= set(tensors) - gone - {n for n in tensors if "attn" in n}, "the user's choice"
 
 
 def test_an_architecture_without_a_table_is_refused(tmp_path: Path) -> None:
@@ -290,6 +322,37 @@ def test_names_of_no_architecture_or_of_several_are_refused(tmp_path: Path) -> N
     assert list(lazyckpt.open(tmp_path / "z.safetensors").rename("megatron")) == [
         "decoder.layers.0.pre_mlp_layernorm.weight"
     ]
+
+
+@pytest.mark.parametrize(
+    ("model", "wrong", "named"),
+    [
+        ("gpt2", {"model_type": "gpt_bigcode"}, r"c_attn.*\[16, 48\].*gpt_bigcode"),
+        ("gpt_bigcode", {"model_type": "gpt2"}, r"c_attn.*\[24, 16\].*gpt2"),
+        ("gpt2", {"n_head": 3}, r"c_attn.*48.*3 heads"),
+        ("llama", {"hidden_size": 64}, r"\[32, 16\].*64"),
+        ("llama", {"vocab_size": 64}, r"embed_tokens.*32 rows.*64"),
+        ("llama", {"num_key_value_heads": 4}, r"k_proj.*\[12, 16\].*num_key_value_heads.*24"),
+        ("llama", {"intermediate_size": 11}, r"intermediate_size.*11"),
+        ("gpt_neox", {"num_attention_heads": 3}, r"query_key_value.*48.*heads.*44"),
+        ("falcon", {"num_kv_heads": 4}, r"query_key_value.*32.*heads.*48"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused(
+    tmp_path: Path, model: str, wrong: dict[str, Any], named: str
+) -> None:
+    tiny_models.write(tmp_path, model)
+    right = json.loads((tmp_path / "config.json").read_text())
+    assert lazyckpt.open(tmp_path).rename("megatron").problems == ()
+    (tmp_path / "config.json").write_text(json.dumps(right | wrong))
+    with pytest.raises(FormatError, match=named):
+        lazyckpt.open(tmp_path).rename("megatron")
+    if model == "llama":
+        with pytest.raises(FormatError, match=named):
+            lazyckpt.open(tmp_path).to_gguf(tmp_path / "x.gguf")
+    if model == "llama" and "num_key_value_heads" not in wrong:  # (q, k and v would keep their names)
+        with pytest.raises(FormatError, match=r"config.json is not of this model"):
+            lazyckpt.open(tmp_path).rename("llama", reverse=True).to_megatron(tmp_path / "out")
 
 
 # -- values that mean something else

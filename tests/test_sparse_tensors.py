@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -248,6 +249,50 @@ def test_nested_tensors_are_the_list_of_their_tensors(tmp_path: Path) -> None:
         same(view[name][...], tensor.contiguous(), name)
     assert any(name.endswith("strided.buffer") for name in view.stored)
     assert view.meta["epoch"] == 3
+
+
+def test_what_torch_caches_in_jagged_tensors_is_nothing_to_tell(tmp_path: Path) -> None:
+    offsets = torch.tensor([0, 2, 6])
+    held = torch.nested.nested_tensor_from_jagged(torch.randn(6, 3), offsets, min_seqlen=2, max_seqlen=4)
+    held.note = "mine"  # type: ignore[attr-defined]
+    torch.save({"jagged": held, "w": torch.ones(2)}, tmp_path / "x.pt")
+    view = lazyckpt.open(tmp_path / "x.pt")
+    assert [problem.code for problem in view.problems] == ["nested-tensor"]
+    assert view.meta == {"tensor_attributes": {"jagged": {"note": "mine"}}}
+    assert list(view) == ["jagged.0", "jagged.1", "w"]
+    for n, piece in enumerate(held.unbind()):
+        same(view[f"jagged.{n}"][...], piece, n)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_folders_of_hugging_face(tmp_path: Path, sharded: bool) -> None:
+    dense = torch.tensor([[0.0, 2.0, 0.0], [1.0, 0.0, 3.0]])
+    held = {
+        "a.weight": torch.ones(2),
+        "coo.weight": dense.to_sparse(),
+        "csr.weight": dense.to_sparse_csr(),
+        "csc.weight": dense.to_sparse_csc(),
+        "bsr.weight": dense.to_sparse_bsr((1, 3)),
+        "bsc.weight": dense.to_sparse_bsc((2, 1)),
+        "z.weight": torch.zeros(3),
+    }
+    held["coo.tied"] = held["coo.weight"]
+    if sharded:
+        files = {name: f"pytorch_model-0000{1 + (name > 'bz')}-of-00002.bin" for name in held}
+        for file in set(files.values()):
+            torch.save({name: one for name, one in held.items() if files[name] == file}, tmp_path / file)
+        index = {"metadata": {}, "weight_map": files}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    else:
+        torch.save(held, tmp_path / "pytorch_model.bin")
+    view = lazyckpt.open(tmp_path)
+    assert view.format == "huggingface" and set(view) == set(held)
+    assert dict(view.aliases) == {"coo.tied": "coo.weight"}
+    assert {problem.code for problem in view.problems} == {"nested-tensor"}
+    for name, one in held.items():
+        same(view[name][...], one.to_dense(), name)
+        same(view[name][1:], one.to_dense()[1:], name)
+    assert "csr.weight.values" in view.stored and "csr.weight.values" not in list(view)
 
 
 def test_tied_sparse_tensors(tmp_path: Path) -> None:

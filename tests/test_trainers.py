@@ -349,6 +349,29 @@ def test_an_optimizer_of_another_step_is_told_by_its_learning_rates(
     assert [p.code for p in lazyckpt.open(folder).problems] == ["inconsistent-metadata"]
 
 
+@pytest.mark.parametrize("left", ["optimizer.pt", "scheduler.pt", "both", "counters"])
+def test_files_of_another_step_at_a_constant_rate_are_told(
+    trainer_cases: dict[str, Case], tmp_path: Path, left: str
+) -> None:
+    """The files of checkpoint-2 in checkpoint-4, with the rates that the scheduler of checkpoint-4 has set."""
+    run = _copied(trainer_cases["trainer_llama"], tmp_path)
+    new, old = run / "checkpoint-4", run / "checkpoint-2"
+    assert not lazyckpt.open(new).problems
+    files = {name: torch.load(old / name, weights_only=True) for name in ("optimizer.pt", "scheduler.pt")}
+    rates = torch.load(new / "scheduler.pt", weights_only=True)["_last_lr"]
+    files["scheduler.pt"]["_last_lr"] = rates
+    for group, rate in zip(files["optimizer.pt"]["param_groups"], rates, strict=True):
+        group["lr"] = rate
+    if left == "counters":  # as optimizers with numbers for counters write them
+        for state in files["optimizer.pt"]["state"].values():
+            state["step"] = 2
+    for name in ["optimizer.pt"] if left == "counters" else list(files) if left == "both" else [left]:
+        torch.save(files[name], new / name)
+    told = [(p.code, p.path) for p in lazyckpt.open(new).problems]
+    wanted = {"both": ["scheduler.pt"], "counters": ["optimizer.pt"]}.get(left, [left])
+    assert told == [("step-mismatch", path) for path in wanted]
+
+
 def test_shards_of_torch_checkpointing(trainer_cases: dict[str, Case], tmp_path: Path) -> None:
     case = trainer_cases["torch_checkpointing_safetensors"]
     view = lazyckpt.open(case.path)

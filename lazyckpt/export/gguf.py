@@ -22,8 +22,9 @@ from ..io.storage.urls import is_url
 from ..jobs.guard import local_path
 from ..jobs.plan import Layout, Placed, WritePlan
 from ..jobs.publish import fingerprint
+from ..layouts.configured import check_config
 from ..layouts.rename.gguf import Naming, naming, to_gguf_name, turned
-from ..lazy import LazyArray
+from ..lazy import LazyArray, shape_of
 from .files import Aliases, FileFormat, Tensors, plan_of_files
 from .gguf_model import ARCHITECTURES, Entries, config_in, factors, heads, metadata, tokenizer
 from .options import WriteOptions
@@ -58,6 +59,8 @@ def _plan(
         raise DataError(
             f"to_gguf writes models of the types {', '.join(ARCHITECTURES)}; config.json says {model!r:.80}"
         )
+    shapes = {name: shape_of(tensor) for name, tensor in view.once()[0].items()}
+    check_config({"config": settings}, shapes, whole=True)
     known = naming(architecture)
     assert known is not None  # every architecture that is written has a table
     tensors, left_out = _tensors(view, known, kind, settings)

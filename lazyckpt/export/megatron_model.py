@@ -29,8 +29,9 @@ from ..errors import DataError, MeshError, some
 from ..formats.megatron.layers import sort_key
 from ..io.storage.base import Store
 from ..jobs.plan import Writable
+from ..layouts.configured import check_config
 from ..layouts.megatron import is_buffer, is_expert, number, stack_of
-from ..layouts.rename.apply import heads_of
+from ..layouts.rename.apply import heads_of, rows_of
 from ..layouts.shard import sharded, zeros_like
 from ..layouts.stages import chunk_of
 from ..layouts.tables import pattern
@@ -141,6 +142,8 @@ def model_of(view: View, division: Division, lost: Lost, one_optimizer: bool = F
         dtype = _trained_in(args) if _usual(weights) == torch.float32 else None
         if dtype is not None:  # its weights are the fp32 copies
             states["fp32"] = {name: spec for name, spec in weights.items() if not is_buffer(name)}
+    if "args" not in view.meta:
+        check_config(view.meta, {name: spec.shape for name, spec in weights.items()}, rows=rows_of(view.meta))
     complete(args, weights, view.meta, tied, dtype or _usual(weights))
     if mesh.tp > 1 and heads_of({"args": args}) is None and any(".linear_qkv." in name for name in weights):
         raise DataError(

@@ -12,7 +12,9 @@ import pkgutil
 import posixpath
 import re
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.columns import ExtentSpecs
@@ -28,6 +30,7 @@ from ..io.storage.base import Store
 from ..layouts.tables import pattern
 from .reader import Reader, Source
 from .shared.announce import announce, listing
+from .shared.composites import composed, tied_wholes, wholes_of
 from .shared.paths import inside
 from .slime import is_delta, read_version
 from .torch_save import specs_of, ties, warnings
@@ -47,13 +50,16 @@ _JSON = ("config.json", "generation_config.json", "adapter_config.json", "traine
 
 
 class Shard(NamedTuple):
-    """The tensors of one file, in either container format."""
+    """The tensors of one file, in either container format. ``wholes`` are the dense tensors of sparse ones, ``parts``
+    the names of the tensors that sparse and nested ones consist of."""
 
     info: FileInfo
     specs: Specs
     aliases: dict[str, str]
     meta: dict[str, Any]
     problems: list[Problem]
+    wholes: Mapping[str, TensorSpec] = MappingProxyType({})
+    parts: Collection[str] = ()
 
 
 def read_shard(store: Store, path: str) -> Shard:
@@ -81,12 +87,16 @@ def _read_shard(store: Store, path: str, is_safe: bool) -> Shard:
         specs = ExtentSpecs(file.extents)
         return Shard(file.info, specs, file.aliases, dict(file.metadata), [note.prefixed(path) for note in file.notes])
     torch_file = read_torch_file(store, path)
-    plain = Plain(torch_file.root, path, torch_file.pickle_size)
+    compose = partial(composed, store, torch_file)
+    plain = Plain(torch_file.root, path, torch_file.pickle_size, compose=compose)
+    found = specs_of(torch_file, plain)
+    same = ties(plain.tensors)
+    parts = {*plain.parts, *plain.inner}
+    same = {a: o for a, o in same.items() if a not in parts} | tied_wholes(plain, same)
     meta = plain.meta if isinstance(plain.meta, dict) else {}
     meta.pop("_metadata", None)
-    return Shard(
-        torch_file.info, specs_of(torch_file, plain), ties(plain.tensors), meta, warnings(path, torch_file, plain)
-    )
+    problems = warnings(path, torch_file, plain)
+    return Shard(torch_file.info, found, same, meta, problems, wholes_of(plain, found, ""), parts)
 
 
 def has_weights(names: Collection[str]) -> bool:
@@ -126,7 +136,8 @@ def read(source: Source) -> Index:
         raise next(iter(broken.values()))
     problems += [p for shard in shards.values() for p in shard.problems]
     stored, twice = _union(shards)
-    unreadable = _lost(weight_map, stored, broken, problems)
+    held = _composed(stored, shards.values())
+    unreadable = _lost(weight_map, held, broken, problems)
     for name, path in twice.items():
         raise FormatError(
             f"{source.where}: {name!r} is in {path} and another file, and no index says which is "
@@ -144,11 +155,11 @@ def read(source: Source) -> Index:
         line = f"{len(more):,} more files cannot be read, nor their tensors: {some(more)}"
         problems.append(Problem("unreadable-file", line, only_one(more)))
     if weight_map is not None:
-        extra = [] if stored.keys() <= weight_map.keys() else [n for n in stored if n not in weight_map]
+        extra = [] if held.keys() <= weight_map.keys() else [n for n in held if n not in weight_map]
         if extra:
             line = f"the index does not list {len(extra):,} tensors that the files hold: {some(extra)} (in view.stored)"
             problems.append(Problem("index-mismatch", line, index_path))
-    weights = stored if weight_map is None or not extra else some_of(stored, weight_map.__contains__)
+    weights = held if weight_map is None or not extra else some_of(held, weight_map.__contains__)
 
     meta |= configs(store, problems)
     aliases = {a: o for shard in shards.values() for a, o in shard.aliases.items() if o in weights}
@@ -212,6 +223,22 @@ def _union(shards: Mapping[str, Shard]) -> tuple[Specs, dict[str, str]]:
             if table.setdefault(name, shard.specs) is not shard.specs:
                 twice[name] = next(path for path, one in shards.items() if one.specs is table[name])
     return Gathered(table), twice
+
+
+def _composed(stored: Mapping[str, TensorSpec], shards: Iterable[Shard]) -> Mapping[str, TensorSpec]:
+    """Return the tensors of the model: sparse tensors as dense ones, and no parts. A sparse tensor is where its first
+    part is."""
+    parts = {name for shard in shards for name in shard.parts}
+    if not parts:
+        return stored
+    wholes = {name: spec for shard in shards for name, spec in shard.wholes.items()}
+    found: dict[str, TensorSpec] = {}
+    for name in stored:
+        if name not in parts:
+            found[name] = stored[name]
+        elif (whole := name.rpartition(".")[0]) in wholes:
+            found.setdefault(whole, wholes.pop(whole))
+    return found | wholes
 
 
 def _lost(

@@ -191,6 +191,7 @@ _TODO = {
     "replaced-tensor": "Nothing to do: what is read is right.",
     "unsupported-tensor": "Convert it where it was made.",
     "nested-tensor": "Read these.",
+    "unsorted-tensor": "Read them from view.stored, if you need them.",
     "undecided-quantization": "Pass the model's config.json as config= to dequantize.",
     "contradicting-quantization": "Find out which is right; pass a corrected config= to dequantize.",
     "assumed-quantization": "Pass the model's config.json as config= to dequantize.",
@@ -217,6 +218,7 @@ _OF_FILES = {
 _NOTES = {
     "unread-program", "ignored-file", "misnamed-file", "unpinned-file", "part-of-checkpoint", "other-checkpoint",
     "missing-optimizer", "assumed-tie", "assumed-stage", "replaced-tensor", "nested-tensor", "unused-rule",
+    "unsorted-tensor",
     "not-renamed", "noted-at-export", "reader-note", "flat-parameter", "left-out-scale", "not-quantized",
     "assumed-update",
 }  # fmt: skip

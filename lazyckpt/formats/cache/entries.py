@@ -17,8 +17,8 @@ from ...core.specs import TensorSpec
 from ...errors import LazyckptError, restored
 from ...io.containers.safetensors import read_safetensors
 from ...io.containers.zip_headers import HeaderGuard
-from ...io.reading.packed import Memory
 from ...io.storage.base import Store
+from ...io.storage.in_memory import Memory
 from ...io.storage.local import LocalStore
 from ..dcp.objects import Meta, Objects, Stored
 from ..megatron.extra_states import ExtraMeta

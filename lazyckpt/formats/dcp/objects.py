@@ -21,8 +21,9 @@ from ...io.containers.pickle.plain import Path, Plain, TensorRef
 from ...io.containers.pickle.rebuild import StoredTensor
 from ...io.containers.torch_file import Pickles, read_torch_file
 from ...io.pool import each
-from ...io.reading.packed import Memory, unpack
+from ...io.reading.packed import unpack
 from ...io.storage.base import Store
+from ...io.storage.in_memory import Memory
 from ..shared.announce import announce_ranges
 from ..shared.paths import put
 from .metadata import Item

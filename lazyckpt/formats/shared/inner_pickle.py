@@ -8,12 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.box import c_strides
-from ...core.dtypes import DType
 from ...errors import CorruptError, DataError
 from ...io.containers.pickle.machine import Pickle
-from ...io.containers.pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage
-from ...io.containers.torch_file import TorchFile, is_torch_file, read_torch_file
-from ...io.reading.packed import Memory
+from ...io.containers.pickle.rebuild import REBUILD, StoredTensor, persistent_storage
+from ...io.containers.torch_file import INNER, TorchFile, is_torch_file, read_torch_file
+from ...io.storage.in_memory import Memory
 
 _NAME = "inner pickle"
 
@@ -32,7 +31,7 @@ def inner_pickle(data: bytes, where: str) -> tuple[Any, TorchFile | None]:
     if is_torch_file(data[:512]):
         file = read_torch_file(Memory(_NOWHERE, _NAME, data), _NAME)
         return file.root, file
-    return Pickle(data, where, {**REBUILD, **_LOADED}, persistent_storage).value, None
+    return Pickle(data, where, {**REBUILD, **INNER}, persistent_storage).value, None
 
 
 def array_in(tensor: StoredTensor, file: TorchFile | None, data: bytes) -> NDArray[Any]:
@@ -50,19 +49,3 @@ def array_in(tensor: StoredTensor, file: TorchFile | None, data: bytes) -> NDArr
     if at + count * size > len(raw):
         raise CorruptError("a tensor is longer than its data")
     return np.frombuffer(raw, tensor.dtype.numpy.newbyteorder("<"), count, at).reshape(tensor.shape)
-
-
-def _load_from_bytes(data: Any) -> StoredStorage:
-    """Return the storage that `pickle.dumps` of a tensor has inside, as bytes of `torch.save`."""
-    if not isinstance(data, bytes):
-        raise TypeError("no bytes of a storage")
-    file = read_torch_file(Memory(_NOWHERE, _NAME, data), _NAME)
-    root = file.root
-    if not isinstance(root, StoredStorage):
-        raise TypeError("no storage")
-    record = file.records[root.key]
-    dtype: DType | None = root.dtype
-    return StoredStorage(root.key, dtype, root.numel, root.location, None, data[record.offset :][: record.nbytes])
-
-
-_LOADED = {("torch.storage", "_load_from_bytes"): _load_from_bytes}

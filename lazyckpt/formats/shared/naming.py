@@ -9,14 +9,16 @@ torch/distributed/checkpoint/state_dict.py `_get_optim_state_dict` (names instea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from ...core.box import Shape
+from ...core.dtypes import U8
 from ...core.names import free
 from ...core.specs import TensorSpec, renamed
-from ...errors import Problem
+from ...core.units import plural
+from ...errors import Problem, only_one, some
 from ...io.containers.pickle.plain import Path
 from .numbering import CONVENTIONS, MODULES, Assignment, Convention, Wanted, agreed, assign_by_shape, possible_shapes
 from .wrappers import by_names, label, owner
@@ -25,8 +27,11 @@ MODELS = ("model", "state_dict", "module", "model_state_dict", "model_state")
 # composer/utils/checkpoint.py `_save_checkpoint`: random states beside the level of "state", which has all the rest;
 # verl/utils/checkpoint/checkpoint_manager.py `get_rng_state`
 _RANDOM = "rng"
-# torchtitan/components/checkpoint.py: these keys are at the same level as the model's names
+# torchtitan/components/checkpoint.py: these keys are at the same level as the model's names. They could also be
+# names of modules: see `_modules`
 _NO_MODELS = ("train_state", "lr_scheduler", "dataloader", _RANDOM)
+# bytes of a generator's state: aten/src/ATen/CPUGeneratorImpl.cpp `get_state`, aten/src/ATen/cuda/CUDAGeneratorImpl.cpp
+_RANDOM_STATES = ((5056,), (16,))
 
 Slots = Mapping[str, Mapping[str, TensorSpec]]  # parameter -> name of the state -> tensor
 
@@ -103,7 +108,9 @@ def sort(
         # the most common kind of file: a plain state dict
         alone = {str(path[0]): renamed(spec, str(path[0])) for path, spec in tensors.values()}
         return Sorted({"weights": alone} if alone else {})
-    skip = 0 if models else _wrapper(paths, objects)
+    doubtful = [item for item in tensors.values() if item[0] and item[0][0] in _NO_MODELS]
+    excluded = frozenset(_NO_MODELS) - _modules(doubtful, objects)  # top keys that are not the names of modules
+    skip = 0 if models else _wrapper(paths, objects, excluded)
     if not models:
         models = [m for m in MODELS if any(p[skip : skip + 1] == (m,) and len(p) > skip + 1 for p in paths)][:1]
     grouped = {
@@ -117,7 +124,7 @@ def sort(
     beside: list[str] = []
     found = Sorted()
     for key, (path, spec) in tensors.items():
-        if skip and path[0] == _RANDOM:
+        if skip and path[0] == _RANDOM and _RANDOM in excluded:
             beside.append(key)
             continue
         root = _optimizer(path, skip, grouped)
@@ -127,12 +134,14 @@ def sort(
         elif root is not None:
             flat.append((root, ".".join(map(str, path[len(root) :])).removeprefix("state."), spec))
         else:
-            below = _of_a_model(path, skip, models)
+            below = None if _is_random_state(path, spec) else _of_a_model(path, skip, models, excluded)
             if below is None:
                 found.rest.append(key)
                 continue
             name = free(".".join(map(str, below)), weights)
             weights[name] = renamed(spec, name)
+            if not models and len(path) > 1 and path[0] in _NO_MODELS:
+                weights[name] = replace(weights[name], rule=f"{path[0]!r} holds what the state dict of a module holds")
             if key in tied:
                 doubled.add(name)
     lengths = sorted({len(name) for name in weights}) if flat else []
@@ -172,17 +181,49 @@ def sort(
                     table[name] = replace(spec, rule=rule) if rule and not spec.rule else spec
     found.states |= _copies(tensors, skip, weights, found)
     found.rest += beside
+    found.problems += _unsorted(tensors, objects, skip, found.rest)
     whole = {state: any(s.shape for s in table.values()) for state, table in found.states.items()}
     found.states = dict(sorted(found.states.items(), key=lambda item: item[0] != "weights" and not whole[item[0]]))
     return found
 
 
-def _of_a_model(path: Path, skip: int, models: Sequence[str]) -> Path | None:
+def _modules(tensors: Iterable[tuple[Path, TensorSpec]], objects: Sequence[Path], level: int = 0) -> set[str | int]:
+    """Return the keys at a level of the paths that hold what the state dict of a module holds: tensors under names, one
+    of which can be a parameter, and no other objects. Random states, counters and learning rates are none of these."""
+    held: dict[str | int, bool] = {}
+    foreign = (path for path in objects if len(path) > level and not _of_a_state_dict(path[level + 1 :]))
+    unlike = {path[level] for path in foreign}
+    for path, spec in tensors:
+        if len(path) <= level + 1 or not all(isinstance(part, str) for part in path):
+            unlike |= set(path[level : level + 1])
+        else:
+            held[path[level]] = held.get(path[level], False) or _looks_trained(spec)
+    return {key for key, trained in held.items() if trained} - unlike
+
+
+def _is_random_state(path: Path, spec: TensorSpec) -> bool:
+    """Return whether a tensor is the state of a generator of torch, by its name, dtype and size."""
+    named = any(isinstance(part, str) and ("rng" in part.lower() or "random" in part.lower()) for part in path)
+    return named and spec.dtype == U8 and spec.shape in _RANDOM_STATES
+
+
+def _of_a_state_dict(path: Path) -> bool:
+    """Return whether an object's path is one that `torch.nn.Module.state_dict` makes: the versions of modules, or an
+    extra state (torch/nn/modules/module.py `_EXTRA_STATE_KEY_SUFFIX`)."""
+    return "_metadata" in path or str(path[-1:] and path[-1]).endswith("_extra_state")
+
+
+def _looks_trained(spec: TensorSpec) -> bool:
+    """Return whether a tensor has the dtype and dimensions of a parameter or a moment, not of a counter or a rate."""
+    return bool(spec.shape) and (spec.dtype.is_floating_point or spec.dtype.is_complex)
+
+
+def _of_a_model(path: Path, skip: int, models: Sequence[str], excluded: Container[Any]) -> Path | None:
     """Return the path of a weight within its model, with the model's key if there are several; None if it is not a
-    weight."""
+    weight. ``excluded`` are top keys that are not the names of modules."""
     nested = len(path) > skip + 1
     if not models:
-        return None if nested and path[skip] in _NO_MODELS else path
+        return None if nested and path[skip] in excluded else path
     if not nested or path[skip] not in models:
         return None
     return path[skip:] if len(models) > 1 else path[skip + 1 :]
@@ -219,17 +260,33 @@ def _copies(
     return copies
 
 
-def _wrapper(paths: Sequence[Path], objects: Sequence[Path]) -> int:
+def _unsorted(
+    tensors: Mapping[str, tuple[Path, TensorSpec]], objects: Sequence[Path], skip: int, rest: Sequence[str]
+) -> list[Problem]:
+    """Return a problem if tensors that are in no state look like those of a module."""
+    tops = _modules([tensors[key] for key in rest], objects, skip)
+    lost = [key for key in rest if tensors[key][0][skip : skip + 1] and tensors[key][0][skip] in tops] if tops else []
+    if not lost:
+        return []
+    line = (
+        f"{plural(len(lost), 'tensor')} below {some(sorted(map(repr, tops)))} may be weights of another model, or in a "
+        "layout of optimizers that is not known: they are in view.stored only"
+    )
+    return [Problem("unsorted-tensor", line, only_one(lost))]
+
+
+def _wrapper(paths: Sequence[Path], objects: Sequence[Path], excluded: Container[Any]) -> int:
     """Return the number of outer levels around the state dict: 1 for {"app": {"model": ..., "optim": ...}}, and for
-    {"state": {"model": ..., "optimizers": ...}, "rng": ...}."""
-    everything = [p for p in (*paths, *objects) if p[:1] != (_RANDOM,)]
+    {"state": {"model": ..., "optimizers": ...}, "rng": ...} if "rng" is one of ``excluded``."""
+    random = ((_RANDOM,),) if _RANDOM in excluded else ()
+    everything = [p for p in (*paths, *objects) if p[:1] not in random]
     depth = 0
     while everything and all(len(p) > depth + 1 and p[depth] == everything[0][depth] for p in everything):
         top = everything[0][depth]
         if (
             top in MODELS
             or str(top).startswith("optim")
-            or not any(p[depth + 1] in MODELS for p in paths if len(p) > depth + 2 and p[0] != _RANDOM)
+            or not any(p[depth + 1] in MODELS for p in paths if len(p) > depth + 2 and p[:1] not in random)
         ):
             break
         depth += 1

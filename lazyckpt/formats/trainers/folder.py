@@ -28,6 +28,7 @@ from ..shared.announce import announce
 from ..shared.members import Member, together
 from ..shared.naming import By
 from ..torch_save import member
+from .steps import of_another_step
 
 # -- The kinds of the files and folders that a trainer writes beside the weights. Pure.
 
@@ -239,7 +240,7 @@ def _read(source: Source) -> Index:
     models = sorted({"model", *(part.place for part in found if part.kind == "model")}, key=natural)
     name = "hf-trainer" if any(n in source.entries for n in _TRAINER) else "accelerate"
     if "optimizer.pt" in source.entries:
-        problems += _of_another_step(members)
+        problems += of_another_step(store, members, state)
     pieces = sorted((n for n in source.entries if _XLA.fullmatch(n)), key=natural)
     if pieces:
         line = f"{len(pieces):,} files of torch_xla's optimizer are not read beside gathered weights: {some(pieces)}"
@@ -288,25 +289,6 @@ def _member(store: Store, part: Part) -> tuple[Path, Member]:
     if set(held.meta) == {""}:  # the file has a single object instead of a dict
         return (), replace(held, tensors=_below(held.tensors, part.place), **_object(part.place, held.meta[""]))
     return (part.place,), held
-
-
-def _of_another_step(members: Sequence[tuple[Path, Member]]) -> Iterator[Problem]:
-    """Yield a problem if the Trainer's optimizer has other learning rates than its scheduler has set last.
-
-    torch/optim/lr_scheduler.py `LRScheduler.step` sets the rates of all groups, and keeps them in ``_last_lr``. Users
-    of accelerate can have several schedulers for one optimizer, the Trainer has one.
-    """
-    metas = {base[0]: member.meta for base, member in members if len(base) == 1}
-    groups, last = metas.get("optimizer", {}).get("param_groups"), metas.get("scheduler", {}).get("_last_lr")
-    if not (isinstance(groups, list) and isinstance(last, list) and len(groups) == len(last)):
-        return
-    rates = [group.get("lr") if isinstance(group, dict) else None for group in groups]
-    if all(type(rate) is float for rate in (*rates, *last)) and rates != last:
-        line = (
-            f"the learning rates of optimizer.pt ({some(map(str, rates))}) are not those that scheduler.pt has set "
-            f"last ({some(map(str, last))}): one of the two files may be of another step"
-        )
-        yield Problem("inconsistent-metadata", line, "optimizer.pt")
 
 
 def _made_by_the_trainer(members: Sequence[tuple[Path, Member]]) -> bool:

@@ -1,7 +1,7 @@
 """Names and shapes against what describes the model: config.json, the arguments of Megatron-LM, the tokenizer.
 
-Shapes of attention and MLP are compared only for the architectures of `_PLAIN`, whose names and shapes follow from the
-numbers of the configuration. Embeddings, layers and experts are compared for all.
+Shapes of attention and MLP are compared only for the architectures of `configured.PLAIN`, whose names and shapes follow
+from the numbers of the configuration. Embeddings, layers and experts are compared for all.
 """
 
 from __future__ import annotations
@@ -10,32 +10,26 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import LazyckptError, some
 from ...io.storage.base import Store
+from ...layouts.configured import (
+    EMBEDDINGS,
+    EXPERTS,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    PLAIN,
+    WORDS,
+    Rule,
+    number,
+    of_config,
+)
 from ...lazy import LazyArray, shape_of
 from ..report import Finding
 
 _DOCUMENT = 64 << 20  # bytes of a tokenizer's file that is read
-_EMBEDDINGS = (
-    "embed_tokens.weight",
-    "word_embeddings.weight",
-    "wte.weight",
-    "tok_embeddings.weight",
-    "embed_in.weight",
-)
-_HEADS = ("lm_head.weight", "output_layer.weight", "embed_out.weight")
-# keys of config.json, and attributes of Megatron-LM's args
-_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
-_WORDS = ("vocab_size", "padded_vocab_size")
-_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-# values of model_type
-_PLAIN = {
-    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "gemma", "gemma2", "granite", "olmo",
-    "olmo2", "cohere", "starcoder2", "stablelm", "phi", "smollm3",
-}  # fmt: skip
 # names of a language model outside its layers
 _OUTSIDE = re.compile(
     r"(?:^|\.)(?:embed_tokens|norm|final_layernorm|lm_head|rotary_emb|lora_\w+|modules_to_save)(?:\.|$)"
@@ -44,31 +38,13 @@ _LAYER = re.compile(r"(.*?\b(?:layers|h|blocks))\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(.+)")
 
 
-class Rule(NamedTuple):
-    """A shape that the configuration says.
-
-    Attributes
-    ----------
-    ending
-        The names that end so have the shape.
-    shape
-        The shape, in elements; None for a length that is not known.
-    why
-        The keys that it follows from.
-    """
-
-    ending: str
-    shape: tuple[int | None, ...]
-    why: str
-
-
 def configuration(store: Store, meta: Mapping[str, Any], tensors: Mapping[str, LazyArray]) -> Iterator[Finding]:
     """Yield where shapes and names contradict config.json of Hugging Face, or the args of Megatron-LM."""
     config, arguments = _config(meta), _arguments(meta)
-    embeddings = [name for name in tensors if name.endswith(_EMBEDDINGS)]
+    embeddings = [name for name in tensors if name.endswith(EMBEDDINGS)]
     if config:
-        yield from _vocabulary(config, embeddings + [name for name in tensors if name.endswith(_HEADS)], tensors)
-        yield from _shapes(_of_config(config), tensors, "config.json")
+        yield from _vocabulary(config, embeddings + [name for name in tensors if name.endswith(HEADS)], tensors)
+        yield from _shapes(of_config(config), tensors, "config.json")
         yield from _strangers(config, tensors)
     elif arguments:
         yield from _shapes(_of_arguments(arguments), tensors, "the arguments of the run")
@@ -90,16 +66,8 @@ def _arguments(meta: Mapping[str, Any]) -> Mapping[str, Any]:
     return plain if isinstance(plain, Mapping) else {}
 
 
-def _number(config: Mapping[str, Any], *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if type(value) is int and value > 0:
-            return value
-    return 0
-
-
 def _vocabulary(config: Mapping[str, Any], names: Sequence[str], tensors: Mapping[str, LazyArray]) -> Iterator[Finding]:
-    hidden, words = _number(config, *_HIDDEN), _number(config, *_WORDS)
+    hidden, words = number(config, *HIDDEN), number(config, *WORDS)
     for name in names:
         shape = shape_of(tensors[name])
         if len(shape) != 2:
@@ -115,44 +83,18 @@ def _vocabulary(config: Mapping[str, Any], names: Sequence[str], tensors: Mappin
             yield Finding("padded-vocabulary", text, tensor=name, details={"rows": shape[0], "words": words})
 
 
-def _of_config(config: Mapping[str, Any]) -> Iterator[Rule]:
-    """Yield the shapes of attention and MLP by config.json of Hugging Face."""
-    if config.get("model_type") not in _PLAIN or config.get("quantization_config"):
-        return
-    hidden, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
-    inner = _number(config, "intermediate_size")
-    head = _number(config, "head_dim") or (hidden // heads if heads and hidden % heads == 0 else 0)
-    groups = _number(config, "num_key_value_heads") or heads
-    if not hidden:
-        return
-    if heads and not head:
-        head = -1  # no shape has it
-    if heads:
-        why, size = "num_attention_heads", heads * head
-        yield Rule(".self_attn.q_proj.weight", (size, hidden), why)
-        yield Rule(".self_attn.o_proj.weight", (hidden, size), why)
-        for part in "kv":
-            yield Rule(f".self_attn.{part}_proj.weight", (groups * head, hidden), "num_key_value_heads")
-    if inner:
-        for part in ("gate", "up"):
-            yield Rule(f".mlp.{part}_proj.weight", (inner, hidden), "intermediate_size")
-        yield Rule(".mlp.down_proj.weight", (hidden, inner), "intermediate_size")
-    for norm in (".input_layernorm.weight", ".post_attention_layernorm.weight"):
-        yield Rule(norm, (hidden,), "hidden_size")
-
-
 def _of_arguments(args: Mapping[str, Any]) -> Iterator[Rule]:
     """Yield the shapes by the arguments of Megatron-LM, for the names of megatron-core."""
-    hidden, inner = _number(args, "hidden_size"), _number(args, "ffn_hidden_size")
+    hidden, inner = number(args, "hidden_size"), number(args, "ffn_hidden_size")
     if not hidden:
         return
     # (not the rows: those that Megatron-LM pads the vocabulary with are not in the view)
     yield Rule("word_embeddings.weight", (None, hidden), "hidden_size")
     yield Rule("output_layer.weight", (None, hidden), "hidden_size")
     yield Rule(".input_layernorm.weight", (hidden,), "hidden_size")
-    heads, size = _number(args, "num_attention_heads"), _number(args, "kv_channels")
+    heads, size = number(args, "num_attention_heads"), number(args, "kv_channels")
     if heads and size and not args.get("multi_latent_attention"):
-        groups = _number(args, "num_query_groups") if args.get("group_query_attention") else heads
+        groups = number(args, "num_query_groups") if args.get("group_query_attention") else heads
         yield Rule(".self_attention.linear_qkv.weight", ((heads + 2 * groups) * size, hidden), "num_attention_heads")
         yield Rule(".self_attention.linear_proj.weight", (hidden, heads * size), "num_attention_heads")
     if inner:
@@ -183,7 +125,7 @@ def _shapes(rules: Iterator[Rule], tensors: Mapping[str, LazyArray], by: str) ->
 
 def _counts(config: Mapping[str, Any], tensors: Mapping[str, LazyArray]) -> Iterator[Finding]:
     """Yield a finding if there is another number of layers, or of experts, than the configuration says."""
-    layers, experts = _number(config, *_LAYERS), _number(config, *_EXPERTS)
+    layers, experts = number(config, *LAYERS), number(config, *EXPERTS)
     if not layers and not experts:
         return
     found: dict[str, set[int]] = {}
@@ -195,7 +137,7 @@ def _counts(config: Mapping[str, Any], tensors: Mapping[str, LazyArray]) -> Iter
         match = _EXPERT.match(name)
         if match is not None:
             numbers.setdefault(match[1], set()).add(int(match[2]))
-    more = _number(config, "num_nextn_predict_layers", "mtp_num_layers")
+    more = number(config, "num_nextn_predict_layers", "mtp_num_layers")
     if layers and len(found) == 1:
         (only,) = found.values()
         if len(only) not in (layers, layers + more):
@@ -212,7 +154,7 @@ def _strangers(config: Mapping[str, Any], tensors: Mapping[str, LazyArray]) -> I
     """Yield a finding about names that a plain language model does not have: outside its layers, or in one layer
     alone, because all layers of these architectures have the same names."""
     architectures = config.get("architectures")
-    if config.get("model_type") not in _PLAIN or not isinstance(architectures, list):
+    if config.get("model_type") not in PLAIN or not isinstance(architectures, list):
         return
     if not all(isinstance(name, str) and name.endswith("ForCausalLM") for name in architectures):
         return
@@ -244,8 +186,8 @@ def tied(meta: Mapping[str, Any], tensors: Mapping[str, LazyArray]) -> list[tupl
     """Return the pairs of embedding and head that config.json ties, if the files hold both."""
     if _config(meta).get("tie_word_embeddings") is not True:
         return []
-    embeddings = [name for name in tensors if name.endswith(_EMBEDDINGS)]
-    heads = [name for name in tensors if name.endswith(_HEADS)]
+    embeddings = [name for name in tensors if name.endswith(EMBEDDINGS)]
+    heads = [name for name in tensors if name.endswith(HEADS)]
     return [(embeddings[0], heads[0])] if len(embeddings) == len(heads) == 1 else []
 
 

@@ -7,7 +7,7 @@ llm/datastates/engines/engine_simple.py `SimpleCheckpointEngine.save_` (2025). A
 * the header, a JSON object: the path of a tensor, joined by ``|``, to its dtype, shape and place;
   ``datastates_metadata`` has the place of the pickle. Places count from the end of the header;
 * the elements of the tensors, and a pickle of the object. In it, tensors in dicts and lists are texts: ``TENSOR|`` and
-  the path.
+  the path. Those in tuples and other objects are pickled as they are, with their elements.
 
 In files of 2025, header, tensors and pickle begin at multiples of 4096 bytes. Files of the "state engine" have the
 header at their end, at a place that differs between versions, and are not read.
@@ -27,7 +27,7 @@ from ...errors import CorruptError
 from ..limits import Budget, check_levels
 from ..storage.streams import StoreFile
 from .pickle.machine import Pickle
-from .pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage
+from .pickle.rebuild import StoredStorage, StoredTensor, persistent_storage
 from .pickle.records import short
 from .pickle.trace import Bytes
 from .zip_directory import Record
@@ -99,8 +99,9 @@ def _header(file: Bytes, head: bytes, where: str) -> tuple[dict[str, Any], int, 
     return header, data, begin
 
 
-def read_datastates(file: StoreFile, head: bytes) -> DataStates:
-    """Read a file of DataStates without the elements of its tensors. Raises CorruptError for a damaged one."""
+def read_datastates(file: StoreFile, head: bytes, rebuild: Mapping[tuple[str, str], Any]) -> DataStates:
+    """Read a file of DataStates without the elements of the tensors that its header lists. ``rebuild`` has what the
+    globals of its pickle make. Raises CorruptError for a damaged file."""
     header, data, begin = _header(file, head, file.where)
     tensors: dict[str, StoredTensor] = {}
     records: dict[str, Record] = {}
@@ -113,7 +114,7 @@ def read_datastates(file: StoreFile, head: bytes) -> DataStates:
                 f"or the file's {file.size:,} bytes contradict: the file is damaged, or was not written to its end"
             )
         records[key] = Record(file.start + data + first, last - first, None)
-    pickle = Pickle(file.at(begin, file.size - begin), f"{file.where} (pickle)", REBUILD, persistent_storage)
+    pickle = Pickle(file.at(begin, file.size - begin), f"{file.where} (pickle)", rebuild, persistent_storage)
     used: set[str] = set()
     root = _filled(file, pickle.value, tensors, used, Budget(file.where, pickle.end), 0)
     if used != tensors.keys():

@@ -22,8 +22,10 @@ from ...core.extents import Extent, Inline
 from ...core.index import FileInfo
 from ...errors import CorruptError, FormatError
 from ..storage.base import Store
+from ..storage.in_memory import Memory
 from ..storage.streams import StoreFile
 from .datastates import begins, is_datastates, read_datastates
+from .pickle.audit import dangerous
 from .pickle.machine import Pickle
 from .pickle.memo import Items
 from .pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_storage, viewed_storage
@@ -90,7 +92,16 @@ class TorchFile:
             raise CorruptError(f"{self.path}: {name!r} has no storage")
         if storage.data is not None:
             held = Inline(self.path, storage.data)
-            return Extent(self.path, 0, tensor.dtype, tensor.shape, tensor.strides, within=held)
+            reach = _reach(tensor.offset, tensor.shape, tensor.strides, tensor.dtype)
+            if reach > len(storage.data):
+                raise CorruptError(
+                    f"{self.path}: {name!r} needs {reach:,} bytes of a storage in the pickle, which has "
+                    f"{len(storage.data):,}: the file is damaged"
+                )
+            start = tensor.offset * tensor.dtype.itemsize
+            return Extent(
+                self.path, start, tensor.dtype, tensor.shape, tensor.strides, tensor.conj, tensor.neg, within=held
+            )
         if storage.numel and self._dtypes.setdefault(storage.key, storage.dtype) != storage.dtype:
             raise CorruptError(
                 f"{self.path}: the storage {storage.key!r} of {name!r} is described as {self._dtypes[storage.key]} and "
@@ -185,10 +196,7 @@ def read_torch_file(
             file.path, file.info, found.root, found.records, found.globals, swapped=False, pickle_size=found.pickle_size
         )
     if is_datastates(file, head):
-        states = read_datastates(file, head)
-        return TorchFile(
-            file.path, file.info, states.root, states.records, states.globals, False, pickle_size=states.pickle_size
-        )
+        return _read_datastates(file, head)
     if head[:1] == b"\x80":
         raise FormatError(
             f"{file.where} is a plain pickle, not a file of torch.save: load it where you trust it and save it again"
@@ -199,6 +207,56 @@ def read_torch_file(
 def ends(size: int) -> tuple[int, int]:
     """Return the number of bytes to read in one request at the end and at the start of a small archive."""
     return (size, 0) if size <= 4 * _END else (_END, _END)
+
+
+# -- storages in plain pickles
+
+
+class _Nowhere:
+    root = "a checkpoint"
+
+
+_NOWHERE: Any = _Nowhere()
+_NAME = "inner pickle"
+
+
+def storage_in(data: Any) -> StoredStorage:
+    """Return the storage that `pickle.dumps` of a tensor has inside, as bytes of `torch.save` in its legacy form
+    (torch/storage.py `_StorageBase.__reduce__`)."""
+    if not isinstance(data, bytes) or LEGACY_MAGIC not in data[:32]:
+        raise TypeError("no bytes of a storage")
+    file = read_torch_file(Memory(_NOWHERE, _NAME, data), _NAME)
+    root = file.root
+    if not isinstance(root, StoredStorage) or any(dangerous(*name) for name in file.globals):
+        raise TypeError("no storage")
+    record = file.records[root.key]
+    dtype: DType | None = root.dtype
+    return StoredStorage(root.key, dtype, root.numel, root.location, None, data[record.offset :][: record.nbytes])
+
+
+LOADED = ("torch.storage", "_load_from_bytes")
+INNER = {LOADED: storage_in}
+
+
+def _read_datastates(file: StoreFile, head: bytes) -> TorchFile:
+    """Read a file of DataStates, whose writer pickles tensors in tuples as they are."""
+    known: dict[bytes, StoredStorage] = {}
+    refused: list[TypeError] = []
+
+    def load(data: Any) -> StoredStorage:  # (a pickle may name the same bytes many times)
+        if type(data) is bytes and data in known:
+            return known[data]
+        try:
+            found = storage_in(data)
+        except TypeError as e:
+            refused.append(e)
+            raise
+        known[data] = found._replace(key=f"pickled {len(known)}")  # (the files' own keys could be equal)
+        return known[data]
+
+    states = read_datastates(file, head, {**REBUILD, LOADED: load})
+    named = {name: called for name, called in states.globals.items() if name != LOADED or refused or not known}
+    return TorchFile(file.path, file.info, states.root, states.records, named, False, pickle_size=states.pickle_size)
 
 
 # -- zip

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.extents import Archive, Chunk, Codec, Extent, Inline, Packed, Shard
-from ...core.index import FileInfo
 from ...core.requests import Ints
 from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
 from ..codecs import decode, unpack_zstd
@@ -27,7 +26,8 @@ from ..containers.torch_file import Pickles, ends, read_torch_file
 from ..containers.zip import data_offset
 from ..pool import checked, each, inline
 from ..storage.access import look
-from ..storage.base import Buffer, Entry, Fetched, Store
+from ..storage.base import Buffer, Store
+from ..storage.in_memory import Memory
 from ..storage.streams import StoreFile
 from ..system import after_fork
 
@@ -369,39 +369,3 @@ def unpack(store: Store, archive: Archive, limit: int | None = None) -> bytes:
 
 def _where(store: Store, archive: Archive) -> str:
     return f"{store.root}/{archive.path} (at byte {archive.offset:,})"
-
-
-class Memory(Store):
-    """A store of one in-memory file, called ``name``, for code that reads through a store."""
-
-    gap = 1 << 62  # reading less saves nothing
-
-    def __init__(self, origin: Store, name: str, data: Buffer) -> None:
-        super().__init__()
-        self._root = origin.root
-        self._name, self._data = name, data
-
-    @property
-    def root(self) -> str:
-        return self._root
-
-    def _with(self, pins: Mapping[str, FileInfo]) -> Memory:
-        return self
-
-    def below(self, folder: str) -> Memory:
-        return self
-
-    def list(self, folder: str = "") -> Mapping[str, Entry]:
-        return {self._name: Entry(self.stat(self._name), False)}
-
-    def _stat(self, path: str) -> FileInfo:
-        return FileInfo(len(self._data), 0)
-
-    def read(self, path: str, offset: int, length: int) -> memoryview:
-        if offset + length > len(self._data):
-            raise CorruptError(f"{self.root}/{path}: a read goes past the end of its unpacked bytes: damaged")
-        return memoryview(self._data)[offset : offset + length]
-
-    def _fetch(self, path: str, offset: int, target: memoryview) -> Fetched:
-        target[:] = self.read(path, offset, len(target))
-        return len(target), self._stat(path)

@@ -11,7 +11,8 @@ from ...core.compose import compose
 from ...core.index import Index
 from ...core.placement import Placement
 from ...core.specs import TensorSpec, renamed
-from ...errors import Problem
+from ...errors import FormatError, Problem
+from ..configured import check_config
 from ..megatron import flag, is_gated, number, stack_of
 from ..tables import pattern
 from . import choose, mtp
@@ -111,6 +112,11 @@ def renamed_index(
     elif which == "megatron":
         model, back = choose.of_model(index.meta) or choose.megatron(whole), not reverse
     entries = table(which if model is None else model.name)
+    if which in ("hf", "megatron") and index.layout is None:
+        shown = next(iter(states.values()), {})
+        check_config(index.meta, {name: spec.shape for name, spec in shown.items()}, rows=rows_of(index.meta))
+        if back and model is not None:
+            choose.check_matrices(index.meta, shown, entries, model)
     if not back and any(".local_experts." in entry.left for entry in entries):
         states = apart(states)
     layers = mtp.layers_of(index.meta)
@@ -153,6 +159,11 @@ def renamed_index(
     }
     aliases |= _ties(found, entries) if tied and not back else {}
     unreadable = {new: why for old, why in index.unreadable.items() for new in new_names(old, entries, back)}
+    if report.misfit and which in ("hf", "megatron") and "args" not in index.meta:
+        raise FormatError(
+            f"config.json is not of this model: {report.misfit}. Put the config.json and the tensors of one model "
+            "together, or name a table: view.rename('llama')"
+        )
     groups = _config(index.meta).get("n_groups")
     unlike = _grouped_norm(groups, "n_groups", model) if back else _unlike(index.meta, model)
     problems = (*index.problems, *report.problems(), *unlike)
@@ -193,6 +204,12 @@ def _heads_of_kind(config: Mapping[str, Any], prefix: str) -> Heads | None:
     names = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
     found: list[Any] = [config.get(f"{prefix}{name}") for name in names]
     return Heads(*found) if _counts(*found) else None
+
+
+def rows_of(meta: Mapping[str, Any]) -> int:
+    """Return how many rows q, k and v of all heads have by config.json; 0 if it is not known."""
+    heads = _heads_in(_text(_config(meta)))
+    return 0 if heads is None else (heads.queries + 2 * heads.groups) * heads.dim
 
 
 def heads_of(meta: Mapping[str, Any]) -> Heads | None:

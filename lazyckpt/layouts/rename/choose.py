@@ -11,7 +11,7 @@ from typing import Any
 
 from ...core.specs import TensorSpec
 from ...errors import FormatError, some
-from ..megatron import is_gated, second_matrix
+from ..megatron import flag, is_gated, second_matrix
 from .pieces import Heads
 from .table import Builtin, Entry, builtin, chosen, matched, models, table, why_not
 
@@ -47,9 +47,16 @@ def of_model(meta: Mapping[str, Any]) -> Builtin | None:
 def hugging_face(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> Builtin:
     """Return the table from megatron-core's names to those of the Hugging Face family with this architecture.
 
-    Raises FormatError if no family has it.
+    Raises FormatError if no family has it, or if several have it whose models compute different results.
     """
-    name = _family(specs, args, heads)
+    found = _family(specs, args, heads)
+    if isinstance(found, tuple) and len(found) > 1:
+        raise FormatError(
+            f"names and shapes such as those of {some(list(specs), 2)} are those of several architectures "
+            f"({', '.join(found)}), and no configuration says which: name the one that was trained, "
+            f"view.rename({found[0]!r})"
+        )
+    name = found[0] if isinstance(found, tuple) else found
     if name is None:
         raise FormatError(
             f"no architecture with a table is like this model ({some(list(specs), 3)}); there are "
@@ -60,7 +67,8 @@ def hugging_face(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None
     return Builtin(name, name)
 
 
-def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> str | None:
+def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> str | tuple[str, ...] | None:
+    """Return the family with these names and shapes: one if all that have them compute the same, several if not."""
     text = "\n".join(specs)
     if any(name.startswith("encoder.layers.") for name in specs):
         return _encoder(text)
@@ -90,14 +98,46 @@ def _family(specs: Mapping[str, TensorSpec], args: Any, heads: Heads | None) -> 
     if experts:
         return None
     if "embedding.position_embeddings." in text:
-        groups = 1 if heads is None else heads.groups
-        return "gpt2" if heads is None or groups == heads.queries else "gpt_bigcode" if groups == 1 else None
+        return _with_positions(specs, heads)
     if ".pre_mlp_layernorm." not in text and ".linear_fc1.layer_norm_" not in text:  # (no layers as megatron-core's)
         return None
     if ".self_attention.linear_proj.bias" not in text:
-        return "nemotron"
+        return None if ".linear_qkv.bias" in text else _without_biases(text, args)
+    if _squares(args):  # (of Nemotron's, with biases)
+        return "nemotron" if norms else None
     alone = heads is not None and heads.queries == heads.groups  # StarCoder 2 has groups, GPT-NeoX has none
     return "gpt_neox" if alone and norms and "decoder.final_layernorm.bias" in text else None
+
+
+def _with_positions(specs: Mapping[str, TensorSpec], heads: Heads | None) -> str | tuple[str, ...] | None:
+    """Return the family of a model with learned positions: GPT-2 has as many heads of k and v as of q, GPTBigCode
+    one."""
+    if heads is not None:
+        return "gpt2" if heads.groups == heads.queries else "gpt_bigcode" if heads.groups == 1 else None
+    shapes = {spec.shape for name, spec in specs.items() if name.endswith(".self_attention.linear_qkv.weight")}
+    if all(len(shape) == 2 and shape[0] == 3 * shape[1] for shape in shapes):
+        return "gpt2"
+    return ("gpt_bigcode", "gpt2") if all(len(shape) == 2 for shape in shapes) else None
+
+
+def _without_biases(text: str, args: Any) -> str | tuple[str, ...] | None:
+    """Return the families without a gate whose attention has no biases. What an MLP does between its matrices, and
+    whether it is beside attention or behind it, no name says."""
+    squares = _squares(args)
+    if not any(name.endswith(("layer_norm_bias", "layernorm.bias")) for name in text.split("\n")):
+        return None if squares is False else "nemotron"
+    if squares:
+        return "nemotron"
+    others = ["gpt_neox"] if ".mlp.linear_fc1.bias" in text else ["starcoder2"]
+    if others == ["starcoder2"] and ".input_layernorm." in text and ".pre_mlp_layernorm." in text:
+        others.append("falcon")
+    return tuple(others if squares is False else ["nemotron", *others])
+
+
+def _squares(args: Any) -> bool | None:
+    """Return whether MLPs square what a ReLU gives, and norms are stored less 1, which only Nemotron's do here; None if
+    the arguments do not say."""
+    return flag(args, "squared_relu", "apply_layernorm_1p")
 
 
 def _encoder(text: str) -> str | None:
@@ -113,6 +153,8 @@ def _mixture(text: str) -> str | None:
     if ".shared_experts.gate_weight" in text:
         return "qwen_moe"
     if ".shared_experts." in text:  # (Llama 4, ERNIE, EXAONE, dots and others have no such bias)
+        if ".linear_proj.bias" in text:  # (ERNIE with biases)
+            return None
         return "glm_moe" if ".linear_qkv.bias" in text and ".router.expert_bias" in text else None
     if ".router.expert_bias" in text:  # (several families, which name it differently)
         return None
@@ -147,6 +189,25 @@ def megatron(specs: Mapping[str, TensorSpec]) -> Builtin:
             f"config.json says which: put it beside the weights, or view.rename({best[0]!r}, reverse=True) names one"
         )
     return Builtin(best[0], best[0])
+
+
+def check_matrices(
+    meta: Mapping[str, Any], specs: Mapping[str, TensorSpec], entries: list[Entry], model: Builtin
+) -> None:
+    """Raise FormatError if matrices do not lie as in the model of config.json: [in, out] or [out, in], as their biases
+    tell. Otherwise the names are those of another model, such as GPT-2's beside a config.json of GPTBigCode."""
+    if of_model(meta) is None:
+        return
+    shorts = {_DIGITS.sub("0", name): name for name in specs if name.endswith(".weight")}
+    names = {_DIGITS.sub("0", name): name for name in specs}
+    for short, name in shorts.items():
+        fitting = [e for e in entries if len(e.right) == 1 and not e.stack and matched(short, e.right[0])]
+        if fitting and not any(_lies_so(short, entry, names, specs) for entry in fitting):
+            raise FormatError(
+                f"config.json is not of this model: {name} has shape {list(specs[name].shape)}, and its bias says that "
+                f"it lies otherwise than matrices of model_type {model.model!r}. Put the config.json and the tensors "
+                "of one model together, or name a table: view.rename('gpt2')"
+            )
 
 
 def _result(

@@ -39,6 +39,10 @@ class Unfit(ValueError):
     """A tensor cannot be split or joined as its table entry requires; the message is the reason."""
 
 
+class Misfit(Unfit):
+    """The heads that the configuration says do not explain the rows of a tensor."""
+
+
 def _rows(entry: Entry, count: int, all_heads: AllHeads) -> list[Rows]:
     """Return the rows of each tensor that is part of a fused tensor of ``count`` rows."""
     cut = entry.cut
@@ -59,7 +63,7 @@ def _rows(entry: Entry, count: int, all_heads: AllHeads) -> list[Rows]:
         if heads.queries % heads.groups or count != heads.groups * group:
             what = {"qkv": "q, k and v", "qgkv": "q, its gates, k and v", "kv": "k and v"}[cut]
             size = f"{heads.dim} (v: {value})" if heads.values else heads.dim
-            raise Unfit(f"{count} rows are not {what} of {heads.queries} heads of {size} in {heads.groups} groups")
+            raise Misfit(f"{count} rows are not {what} of {heads.queries} heads of {size} in {heads.groups} groups")
         starts = [g * group for g in range(heads.groups)]
         q, k = wide * heads.dim, (wide + 1) * heads.dim
         queries = [(s, s + q) for s in starts]

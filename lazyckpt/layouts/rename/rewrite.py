@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...core.specs import TensorSpec, renamed
 from ...errors import Problem, only_one, some
-from .pieces import AllHeads, Unfit, cut_apart, join, member, plus, stack
+from .pieces import AllHeads, Misfit, Unfit, cut_apart, join, member, plus, stack
 from .table import Entry, matched
 
 _MOST = 1 << 16  # tensors in a stack
@@ -20,12 +20,14 @@ class Report:
     """Results of renaming that concern all states.
 
     ``kept`` has the names without an entry in the table. ``unfit`` maps a reason to the names that have an entry but
-    cannot be split or joined. ``one`` maps old to new names of tensors that are renamed as a whole.
+    cannot be split or joined. ``one`` maps old to new names of tensors that are renamed as a whole. ``misfit`` says how
+    the heads of the configuration contradict a weight; "" if they do not.
     """
 
     kept: dict[str, None] = field(default_factory=dict)
     unfit: dict[str, dict[str, None]] = field(default_factory=dict)
     one: dict[str, str] = field(default_factory=dict)
+    misfit: str = ""
 
     def problems(self) -> list[Problem]:
         """Return a problem for each reason why tensors keep their names."""
@@ -279,6 +281,8 @@ class _Renaming:
 
     def _unfit(self, name: str, why: Unfit) -> None:
         self.report.unfit.setdefault(str(why), {})[name] = None
+        if isinstance(why, Misfit) and self.values and not self.report.misfit:
+            self.report.misfit = f"{name} has shape {list(self.specs[name].shape)}, and {why}"
         self._add(self.specs[name], name)
 
     def _add(self, spec: TensorSpec, name: str) -> None:

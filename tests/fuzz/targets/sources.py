@@ -19,7 +19,7 @@ import torch
 
 import lazyckpt
 from lazyckpt import CheckpointView, LazyckptError
-from lazyckpt.io.reading.packed import Memory
+from lazyckpt.io.storage.in_memory import Memory
 from lazyckpt.io.storage.local import LocalStore
 
 from ...recordings import GOLDEN

@@ -9,6 +9,8 @@ ids).
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ....core.box import Shape, c_strides, fits, hull
@@ -264,11 +266,39 @@ def _from_type_v2(func: Any, kind: Any, args: Any, state: Any) -> Any:
             note = made.note if name in _PLAIN_TENSORS else f"is a {name}: read as the plain tensor it holds"
             return made.having(state=_joined(made.state, state), note=note)
         if isinstance(made, Composite):
-            return made._replace(state=_joined(made.state, state))
+            return made._replace(state=_joined(made.state, _given(state, made.parts) if name == _JAGGED else state))
     record = TensorSubclass(*(name.rsplit(".", 1) if "." in name else ("torch", name or "Tensor")))
     record.args = args if isinstance(args, tuple) else (args,)
     record.state = state
     return record
+
+
+# torch/nested/_internal/nested_tensor.py `NestedTensor.__reduce_ex__`: the attributes are the parts again
+_JAGGED = "torch.nested._internal.nested_tensor.NestedTensor"
+# what torch.compile notes about sizes on tensors (torch/_dynamo/decorators.py `mark_dynamic`)
+_NOTED = re.compile(r"_dynamo_|_specialize_on$|_has_dynamo_dim_marking$")
+
+
+def _given(state: Any, parts: Mapping[str, Any]) -> Any:
+    """Return the attributes of a tensor without those that torch keeps itself: its parts, and notes about sizes."""
+    if not isinstance(state, dict):
+        return state
+    own = {
+        key
+        for name, value in parts.items()
+        for key in (name, f"_{name}")
+        if key in state and _place(state[key]) == _place(value)
+    }
+    return {key: value for key, value in state.items() if key not in own and not _NOTED.match(str(key))} or None
+
+
+def _place(value: Any) -> Any:
+    """Return what two tensors, or two dicts of them, have in common if they are the same elements."""
+    if isinstance(value, StoredTensor):
+        return value.storage and value.storage.key, value.offset, value.shape, value.strides, value.dtype
+    if type(value) is dict:
+        return {key: _place(one) for key, one in value.items()}
+    return value if value is None or type(value) is int else id(value)
 
 
 _PLAIN_TENSORS = {"", "torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"}
@@ -304,7 +334,16 @@ def _meta(dtype: Any, size: Any, stride: Any, requires_grad: Any = False) -> Sto
 def _jagged(parts: Any) -> Composite:
     if not isinstance(parts, dict) or not all(type(k) is str for k in parts):
         raise TypeError("not the parts of a nested tensor")
-    return Composite("nested", parts)
+    cache = parts.get("_metadata_cache")
+    held = {**parts, **({"_metadata_cache": {k: _unnoted(v) for k, v in cache.items()}} if type(cache) is dict else {})}
+    return Composite("nested", {key: _unnoted(value) for key, value in held.items()})
+
+
+def _unnoted(value: Any) -> Any:
+    """Return a tensor without the notes of torch.compile."""
+    if isinstance(value, StoredTensor) and isinstance(value.state, dict):
+        return value.having(state=_given(value.state, {}))
+    return value
 
 
 def _from_cpu(data: Any, dtype: Any, device: Any, requires_grad: Any) -> StoredTensor:
