@@ -208,7 +208,7 @@ def _heads_of_kind(config: Mapping[str, Any], prefix: str) -> Heads | None:
 
 def rows_of(meta: Mapping[str, Any]) -> int:
     """Return how many rows q, k and v of all heads have by config.json; 0 if it is not known."""
-    heads = _heads_in(_text(_config(meta)))
+    heads = _heads_in(text_config(meta))
     return 0 if heads is None else (heads.queries + 2 * heads.groups) * heads.dim
 
 
