@@ -31,6 +31,8 @@ from ..core.chunking import chunk_box, chunk_shape, grid_of
 from ..core.dtypes import bits_of
 from ..formats.zarr import documents
 from ..formats.zarr.documents import NAMES, Part, contents
+from ..jobs.parts import Content
+from ..jobs.plan import Layout, Placed
 from ..lazy import LazyArray
 from . import zarr_dtypes as zarr_dtypes  # zarr lacks bfloat16
 
@@ -209,8 +211,8 @@ class ViewStore(Store):
             data = self._documents[path] = json.dumps(document).encode()
         return data
 
-    def chunk(self, key: str) -> tuple[int, Callable[[], memoryview]] | None:
-        """Return the size of a chunk, and a function that reads it.
+    def chunk(self, key: str) -> tuple[int, Callable[[int, int], bytes | memoryview]] | None:
+        """Return the size of a chunk, and a function that reads bytes ``begin`` to ``end`` of it.
 
         Parameters
         ----------
@@ -226,7 +228,7 @@ class ViewStore(Store):
         if found is None:
             return None
         tensor, _, chunk = found
-        return prod(chunk) * tensor.itemsize, partial(_read_chunk, *found)
+        return prod(chunk) * tensor.itemsize, partial(_read_range, *found)
 
     def _chunk(self, key: str) -> tuple[LazyArray, Shape, Shape] | None:
         """Return (tensor, place in the grid, shape of its chunks); None if the key is not that of a chunk."""
@@ -326,6 +328,15 @@ def _read_chunk(tensor: LazyArray, place: Shape, chunk: Shape) -> memoryview:
         full[tuple(slice(0, n) for n in box.shape)] = bits
         bits = full
     return memoryview(bits.numpy().reshape(-1).view("u1").data)
+
+
+def _read_range(tensor: LazyArray, place: Shape, chunk: Shape, begin: int, end: int) -> bytes | memoryview:
+    """Read a range of the bytes of a chunk."""
+    box = chunk_box(place, tensor.shape, chunk)
+    if box.shape != chunk:
+        return bytes(_read_chunk(tensor, place, chunk)[begin:end])
+    part = tensor.lazy[box.slices] if place else tensor
+    return Content(Layout(part.nbytes, (), (Placed(0, part),))).read(begin, end)
 
 
 def _slice(wanted: ByteRequest | None, size: int) -> slice:
