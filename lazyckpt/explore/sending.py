@@ -1,6 +1,6 @@
 """Files that are computed while they are sent: ranges of HTTP, and the memory that all answers take together.
 
-A file is read in blocks, and a block is sent in pieces. `Blocks` bounds the bytes of the blocks of all streams: a
+A file is read in blocks, and a block is sent in pieces. The blocks of all streams share the memory of `Blocks`: a
 stream waits in line until there is room for its next block. Streams that ask for the same block share it. A client
 that is slow to take what it asked for does not hold the room: when others wait, its block is dropped, and the stream
 reads what is left of it again, in smaller blocks, when its turn comes.
@@ -14,27 +14,29 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
 ROOM = 16 << 20  # bytes of the blocks of all streams
 _BLOCK = 4 << 20  # bytes of the largest block; a power of 2, as all their sizes are
-_PIECE = 128 << 10  # bytes that are handed to the connection at a time; it buffers one such piece for a slow client
+_PIECE = 128 << 10  # bytes that are handed to the connection at a time: it buffers one such piece for a slow client
+_FEW = 8  # streams of which each may be handed several times as much
+_UNIT = 64 << 10  # bytes; the room of a block is a number of them
 _HELD = 0.1  # seconds after which a block may be dropped if others wait
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)", re.ASCII)
 
-Read = Callable[[int, int], "bytes | memoryview"]
-
 
 class Shared(NamedTuple):
-    """A file to send: its size in bytes, what identifies its content, its media type, and a function that reads bytes
-    ``begin`` to ``end``, in any thread."""
+    """A file to send: its size in bytes, what identifies its content, its media type, and a function that fills memory
+    with its bytes from one on: ``fill(begin, target)``, in any thread."""
 
     size: int
     tag: str
     type: str
-    read: Read
+    fill: Callable[[int, memoryview], None]
 
 
 class Streams:
@@ -48,6 +50,7 @@ class Streams:
 
     def __init__(self, room: int = ROOM) -> None:
         self._blocks = Blocks(room)
+        self._open = 0  # streams
 
     async def send(self, request: Request, file: Shared) -> Response:
         """Return the response to a GET or HEAD of a file: whole, a range, or nothing if the asker has it."""
@@ -86,21 +89,23 @@ class Streams:
 
     async def pieces(self, file: Shared, begin: int, end: int) -> AsyncGenerator[bytes]:
         """Yield bytes ``begin`` to ``end`` of a file in pieces. They are copies: no piece keeps its block in memory."""
+        self._open += 1
         size, at = _BLOCK, begin
         lease: Lease | None = None
         ahead: Lease | None = None
         try:
             while at < end:
-                stop = min((at // size + 1) * size, end)
                 lease, ahead = ahead, None
-                if lease is None or (lease.begin, lease.end) != (at, stop) or lease.dropped:
+                if lease is None or lease.begin != at or lease.dropped:
                     if lease is not None:
                         lease.release()
-                    lease = self._blocks.lease(file, at, stop)
+                    lease = self._blocks.lease(file, at, min((at // size + 1) * size, end))
+                stop = lease.end
                 await lease.ready()
                 start = at
                 while at < stop:
-                    piece = lease.copy(at, min(at + _PIECE, stop))
+                    most = _PIECE * max(1, _FEW // self._open)
+                    piece = lease.copy(at, min(at + most, stop))
                     if piece is None:
                         break
                     at += len(piece)
@@ -114,6 +119,7 @@ class Streams:
                 if at < stop:
                     size = _size(at - start)
         finally:
+            self._open -= 1
             for one in (lease, ahead):
                 if one is not None:
                     one.release()
@@ -143,8 +149,9 @@ class Lease:
     def copy(self, begin: int, end: int) -> bytes | None:
         """Return bytes ``begin`` to ``end`` of the file; None if the block was dropped."""
         self.awaited = False
-        data = self._block.data
-        return None if self.dropped or data is None else bytes(data[begin - self.begin : end - self.begin])
+        if self.dropped:
+            return None
+        return bytes(self._block.memory[begin - self.begin : end - self.begin])
 
     @property
     def age(self) -> float:
@@ -157,23 +164,24 @@ class Lease:
 
 
 class _Block:
-    __slots__ = ("data", "done", "key", "leases", "nbytes", "read", "started")
+    __slots__ = ("at", "done", "file", "key", "leases", "memory", "nbytes")
 
-    def __init__(self, key: tuple[str, int, int], nbytes: int, read: Callable[[], bytes | memoryview]) -> None:
-        self.key, self.nbytes, self.read = key, nbytes, read
+    def __init__(self, file: Shared, key: tuple[str, int, int]) -> None:
+        self.file, self.key = file, key
+        self.nbytes = key[2] - key[1]
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.data: bytes | memoryview | None = None
-        self.started = False
+        self.at = -1  # its first unit of the room; -1 while it is in line
+        self.memory = memoryview(b"")
         self.leases: set[Lease] = set()
 
 
 class Blocks:
-    """The blocks of all streams of an event loop, which have ``room`` bytes together. Streams get theirs in the order
-    in which they ask."""
+    """The memory of the blocks of all streams of an event loop: ``room`` bytes. Streams get theirs in the order in
+    which they ask."""
 
     def __init__(self, room: int) -> None:
-        self._room = room
-        self._used = 0
+        self._memory = np.empty(room, np.uint8).data  # not touched before it is used
+        self._units = bytearray(room // _UNIT)  # 1: in use
         self._known: dict[tuple[str, int, int], _Block] = {}
         self._line: deque[_Block] = deque()
         self._reading: set[asyncio.Task[None]] = set()
@@ -181,20 +189,22 @@ class Blocks:
 
     @property
     def used(self) -> int:
-        """How many bytes the blocks have that are read or kept."""
-        return self._used
+        """How many bytes are in use."""
+        return sum(self._units) * _UNIT
 
     def idle(self, nbytes: int) -> bool:
         """Return whether there is room for this many bytes, and nobody waits."""
-        return not self._line and self._used + nbytes <= self._room
+        return not self._line and self._place(nbytes) >= 0
+
+    def _place(self, nbytes: int) -> int:
+        return self._units.find(bytes(-(-nbytes // _UNIT)))
 
     def lease(self, file: Shared, begin: int, end: int) -> Lease:
         """Get in line for a block of a file, or share it with those who have it or wait for it."""
         key = (file.tag, begin, end)
         block = self._known.get(key)
         if block is None:
-            nbytes = min(end - begin, self._room)
-            block = self._known[key] = _Block(key, nbytes, lambda: file.read(begin, end))
+            block = self._known[key] = _Block(file, key)
             self._line.append(block)
         lease = Lease(self, block, begin, end)
         block.leases.add(lease)
@@ -208,7 +218,7 @@ class Blocks:
         block.leases.discard(lease)
         if block.leases:
             return
-        if not block.started:
+        if block.at < 0:
             self._line.remove(block)
             self._forget(block)
         elif block.done.done():
@@ -216,19 +226,24 @@ class Blocks:
         # else a thread reads it, which nothing can end: `_read` makes room
 
     def _serve(self) -> None:
-        while self._line and self._used + self._line[0].nbytes <= self._room:
+        while self._line and (at := self._place(self._line[0].nbytes)) >= 0:
             block = self._line.popleft()
-            block.started = True
-            self._used += block.nbytes
+            block.at = at
+            block.memory = self._memory[at * _UNIT : at * _UNIT + block.nbytes]
+            self._mark(block, 1)
             task = asyncio.create_task(self._read(block))
             self._reading.add(task)
             task.add_done_callback(self._reading.discard)
         if self._line and self._watch is None:
             self._watch = asyncio.get_running_loop().call_later(_HELD, self._drop_some)
 
+    def _mark(self, block: _Block, used: int) -> None:
+        count = -(-block.nbytes // _UNIT)
+        self._units[block.at : block.at + count] = bytes([used]) * count
+
     async def _read(self, block: _Block) -> None:
         try:
-            block.data = await asyncio.to_thread(block.read)
+            await asyncio.to_thread(block.file.fill, block.key[1], block.memory)
         except BaseException as e:
             self._forget(block)  # who asks from now on reads anew
             block.done.set_exception(e if isinstance(e, Exception) else asyncio.CancelledError())
@@ -236,13 +251,12 @@ class Blocks:
             if not isinstance(e, Exception):
                 raise
         else:
-            block.done.set_result(None)
             now = asyncio.get_running_loop().time()
             for lease in block.leases:
                 lease.since = now
-        finally:
-            if not block.leases:
-                self._free(block)
+            block.done.set_result(None)
+        if not block.leases:
+            self._free(block)
 
     def _drop_some(self) -> None:
         """Take blocks from streams that have had them for long, the longest first, until the first in line has room."""
@@ -251,7 +265,7 @@ class Blocks:
         held = [
             (lease.since, n, block, lease)
             for n, block in enumerate(self._known.values())
-            if block.data is not None
+            if block.done.done()
             for lease in block.leases
             if not lease.awaited and now - lease.since > _HELD
         ]
@@ -267,9 +281,8 @@ class Blocks:
             del self._known[block.key]
 
     def _free(self, block: _Block) -> None:
-        block.data = None
         self._forget(block)
-        self._used -= block.nbytes
+        self._mark(block, 0)
         self._serve()
 
 
