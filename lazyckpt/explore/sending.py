@@ -12,6 +12,7 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
 ROOM = 16 << 20  # bytes of the blocks of all streams
 _BLOCK = 4 << 20  # bytes of the largest block; a power of 2, as all their sizes are
-_PIECE = 128 << 10  # bytes that are handed to the connection at a time: it buffers one such piece for a slow client
-_FEW = 8  # streams of which each may be handed several times as much
+_PIECE = 64 << 10  # bytes that are handed to the connection at a time: it buffers one such piece for a slow client
+_FEW = 16  # streams of which each may be handed several times as much
 _UNIT = 64 << 10  # bytes; the room of a block is a number of them
+_AT_ONCE = 4  # blocks that are computed at the same time
 _HELD = 0.1  # seconds after which a block may be dropped if others wait
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)", re.ASCII)
 
@@ -186,6 +188,7 @@ class Blocks:
         self._line: deque[_Block] = deque()
         self._reading: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "lazyckpt send")
 
     @property
     def used(self) -> int:
@@ -243,7 +246,8 @@ class Blocks:
 
     async def _read(self, block: _Block) -> None:
         try:
-            await asyncio.to_thread(block.file.fill, block.key[1], block.memory)
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._threads, block.file.fill, block.key[1], block.memory)
         except BaseException as e:
             self._forget(block)  # who asks from now on reads anew
             block.done.set_exception(e if isinstance(e, Exception) else asyncio.CancelledError())
