@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-ROOM = 16 << 20  # bytes of the blocks of all streams
+ROOM = 12 << 20  # bytes of the blocks of all streams
 _BLOCK = 4 << 20  # bytes of the largest block; a power of 2, as all their sizes are
 _PIECE = 64 << 10  # bytes that are handed to the connection at a time: it buffers one such piece for a slow client
 _FEW = 16  # streams of which each may be handed several times as much
 _UNIT = 64 << 10  # bytes; the room of a block is a number of them
-_AT_ONCE = 4  # blocks that are computed at the same time
+_AT_ONCE = 2  # blocks that are computed at the same time: each takes memory of its own while it is computed
 _HELD = 0.1  # seconds after which a block may be dropped if others wait
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)", re.ASCII)
 
