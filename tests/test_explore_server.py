@@ -43,7 +43,7 @@ def base(server: Server) -> str:
 def test_the_address_leads_to_the_page(server: Server) -> None:
     with httpx.Client() as client:
         first = client.get(server.url)
-        assert (first.status_code, first.headers["location"]) == (303, "/")
+        assert (first.status_code, first.headers["location"]) == (303, "./")
         cookie = first.headers["set-cookie"]
         assert "HttpOnly" in cookie
         assert "SameSite=Strict" in cookie

@@ -12,7 +12,6 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -47,12 +46,18 @@ class Streams:
     Parameters
     ----------
     room
-        How many bytes the blocks of all streams may have together.
+        How many bytes the blocks of all streams may have together: a power of 2, or several of the largest block.
     """
 
     def __init__(self, room: int = ROOM) -> None:
         self._blocks = Blocks(room)
+        self._most = min(_BLOCK, room)
         self._open = 0  # streams
+
+    @property
+    def used(self) -> int:
+        """How many bytes the blocks have together now."""
+        return self._blocks.used
 
     async def send(self, request: Request, file: Shared) -> Response:
         """Return the response to a GET or HEAD of a file: whole, a range, or nothing if the asker has it."""
@@ -92,7 +97,7 @@ class Streams:
     async def pieces(self, file: Shared, begin: int, end: int) -> AsyncGenerator[bytes]:
         """Yield bytes ``begin`` to ``end`` of a file in pieces. They are copies: no piece keeps its block in memory."""
         self._open += 1
-        size, at = _BLOCK, begin
+        size, at = self._most, begin
         lease: Lease | None = None
         ahead: Lease | None = None
         try:
@@ -114,12 +119,12 @@ class Streams:
                     if at == stop:
                         lease.release()  # before the client takes the last piece
                         if at < end:
-                            size = size if lease.age > _HELD / 2 else min(size * 2, _BLOCK)
-                    elif at < end and ahead is None and self._blocks.idle(_BLOCK):
+                            size = size if lease.age > _HELD / 2 else min(size * 2, self._most)
+                    elif at < end and ahead is None and self._blocks.idle(self._most):
                         ahead = self._blocks.lease(file, stop, min((stop // size + 1) * size, end))
                     yield piece
                 if at < stop:
-                    size = _size(at - start)
+                    size = min(self._most, _size(at - start))
         finally:
             self._open -= 1
             for one in (lease, ahead):
@@ -188,7 +193,7 @@ class Blocks:
         self._line: deque[_Block] = deque()
         self._reading: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
-        self._threads = ThreadPoolExecutor(_AT_ONCE, "lazyckpt send")
+        self._slots = asyncio.Semaphore(_AT_ONCE)
 
     @property
     def used(self) -> int:
@@ -246,8 +251,8 @@ class Blocks:
 
     async def _read(self, block: _Block) -> None:
         try:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._threads, block.file.fill, block.key[1], block.memory)
+            async with self._slots:
+                await asyncio.to_thread(block.file.fill, block.key[1], block.memory)
         except BaseException as e:
             self._forget(block)  # who asks from now on reads anew
             block.done.set_exception(e if isinstance(e, Exception) else asyncio.CancelledError())
@@ -292,7 +297,7 @@ class Blocks:
 
 def _size(taken: int) -> int:
     """Return the size of the next block of a client that took so many bytes before its block was dropped."""
-    return min(_BLOCK, max(_PIECE, 1 << (taken.bit_length() - 1) if taken else 0))
+    return max(_PIECE, 1 << max(0, taken.bit_length() - 1))
 
 
 def span_of(text: str, size: int) -> tuple[int, int] | None:
