@@ -10,6 +10,8 @@ import pytest
 
 from lazyckpt.explore.sending import Shared, Streams
 
+from .lanes import rounds
+
 ROOM = 1 << 20
 CONTENT = random.Random(1).randbytes(5 << 20)
 
@@ -29,7 +31,7 @@ async def taken(streams: Streams, file: Shared, begin: int, end: int, pause: flo
     return bytes(found)
 
 
-@pytest.mark.parametrize("seed", range(1))
+@pytest.mark.parametrize("seed", range(rounds(2)))
 def test_every_reader_gets_its_bytes_in_bounded_memory(seed: int) -> None:
     chosen = random.Random(seed)
 
@@ -104,9 +106,7 @@ def test_errors_reach_all_who_wait_and_the_next_asks_anew() -> None:
 def test_readers_that_leave_make_room() -> None:
     async def main() -> None:
         streams = Streams(ROOM)
-        tasks = [
-            asyncio.create_task(taken(streams, shared(tag=str(n)), 0, len(CONTENT), 0.01)) for n in range(12)
-        ]
+        tasks = [asyncio.create_task(taken(streams, shared(tag=str(n)), 0, len(CONTENT), 0.01)) for n in range(12)]
         await asyncio.sleep(0.1)
         for task in tasks:
             task.cancel()
