@@ -12,7 +12,8 @@ import asyncio
 import re
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from typing import TYPE_CHECKING, NamedTuple
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+T = TypeVar("T")
 ROOM = 12 << 20  # bytes of the blocks of all streams
 _BLOCK = 4 << 20  # bytes of the largest block; a power of 2, as all their sizes are
 _PIECE = 64 << 10  # bytes that are handed to the connection at a time: it buffers one such piece for a slow client
@@ -38,6 +40,16 @@ class Shared(NamedTuple):
     tag: str
     type: str
     fill: Callable[[int, memoryview], None]
+
+
+async def in_threads(threads: Executor, work: Callable[[], T]) -> T:
+    """Return what ``work`` returns in one of the threads. Nothing ends a thread: if the loop ends, it waits for it."""
+    found = asyncio.get_running_loop().run_in_executor(threads, work)
+    try:
+        return await asyncio.shield(found)
+    except asyncio.CancelledError:
+        await asyncio.wait({found})
+        raise
 
 
 class Streams:
@@ -193,7 +205,7 @@ class Blocks:
         self._line: deque[_Block] = deque()
         self._reading: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
-        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._threads = ThreadPoolExecutor(_AT_ONCE, "lazyckpt send")  # threads keep memory that they have used
 
     @property
     def used(self) -> int:
@@ -251,8 +263,7 @@ class Blocks:
 
     async def _read(self, block: _Block) -> None:
         try:
-            async with self._slots:
-                await asyncio.to_thread(block.file.fill, block.key[1], block.memory)
+            await in_threads(self._threads, lambda: block.file.fill(block.key[1], block.memory))
         except BaseException as e:
             self._forget(block)  # who asks from now on reads anew
             block.done.set_exception(e if isinstance(e, Exception) else asyncio.CancelledError())

@@ -16,6 +16,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from .connections import HEADERS, limited
 from .guard import Guard, new_token
 from .packing import VERSION, to_json
 from .query import Cancelled, parameters
+from .sending import in_threads
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -93,7 +95,7 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
     from starlette.responses import PlainTextResponse, Response
     from starlette.routing import Route
 
-    light, heavy = asyncio.Semaphore(_AT_ONCE), asyncio.Semaphore(_AT_ONCE)
+    light, heavy = ((asyncio.Semaphore(_AT_ONCE), ThreadPoolExecutor(_AT_ONCE, "lazyckpt answer")) for _ in range(2))
     version = hashlib.sha256(b"".join(asset(name) for name in ASSETS)).hexdigest()[:12]
 
     async def index(request: Request) -> Response:
@@ -126,8 +128,9 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
                 return _sent(request, failed(e), fresh)
             return _sent(request, explorer.answer(path, values, lambda: not gone.is_set()), fresh)
 
-        async with light if _LIGHT.fullmatch(path) else heavy:
-            task = asyncio.ensure_future(asyncio.to_thread(work))
+        slots, threads = light if _LIGHT.fullmatch(path) else heavy
+        async with slots:
+            task = asyncio.ensure_future(in_threads(threads, work))
             watch = asyncio.ensure_future(_closed(request))
             try:
                 await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
