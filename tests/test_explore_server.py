@@ -363,7 +363,7 @@ def test_options_that_change_nothing_are_refused(model: Path) -> None:
     view = lazyckpt.open(model)
     for options in ({"tag": "global_step3"}, {"format": "torch"}, {"cache": False}):
         with pytest.raises(lazyckpt.DataError, match=next(iter(options))):
-            lazyckpt.serve(view, **options)  # type: ignore[arg-type]
+            lazyckpt.serve(view, **options)
     with lazyckpt.serve(view, model, format="torch", dtype=torch.bfloat16) as server:
         found = load(httpx.get(server.address + "hf/model.safetensors").content)
     assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
