@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from .errors import FormatError, MissingFileError
+from .core.units import size_in_bytes
+from .errors import DataError, FormatError, MissingFileError, some
 from .explore.api import Explorer
 from .explore.query import Query
 from .explore.server import Server
@@ -97,7 +98,8 @@ def serve(
     max_shard_size: int | str = "5GB",
     **options: Any,
 ) -> Server:
-    """Show a checkpoint, a run, or two checkpoints side by side as a local web page. Returns at once.
+    """Show a checkpoint, a run, or two checkpoints side by side as a local web page. Returns at once; with ``rename``,
+    ``dtype`` or ``dequantize``, when the checkpoint is open.
 
     The server is read-only. It listens on this machine's loopback address unless told otherwise, and answers those who
     know the token that `Server.url` has in it. It runs in a thread until `Server.close`, or until the process ends;
@@ -139,7 +141,10 @@ def serve(
     Raises
     ------
     DataError
-        starlette or uvicorn is not installed, or the port cannot be used. Errors of opening are shown by the page.
+        starlette or uvicorn is not installed, the port cannot be used, or options are given for a view, which is open
+        already. Errors of opening are shown by the page.
+    LazyckptError
+        ``rename``, ``dtype`` or ``dequantize`` do not fit the checkpoint, or it cannot be opened.
 
     Examples
     --------
@@ -150,6 +155,14 @@ def serve(
     unknown = options.keys() - signature(CheckpointView).parameters.keys()
     if unknown:  # otherwise only a thread would know it
         raise TypeError(f"serve() got an unexpected keyword argument {min(unknown)!r}")
+    given = sorted(name for name, value in options.items() if value is not None)
+    if given and all(isinstance(one, CheckpointView) for one in (source, other) if one is not None):
+        raise DataError(
+            f"{some(given)} cannot change a view that is open: pass the option to lazyckpt.open, or the path to serve"
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise DataError(f"dtype is {dtype!r:.60}: weights are served in a floating-point dtype, such as torch.bfloat16")
+    size_in_bytes(max_shard_size)
     explorer = Later(lambda: Explorer(subject_of(source, other, options)))
     explorer.start()
     path = None if isinstance(source, CheckpointView) else os.fspath(source)
@@ -164,6 +177,8 @@ def serve(
         return Folder(changed, _beside(path, view, changed, dtype, dequantize), max_shard_size)
 
     both, files, store = Later(views), Later(folder), Later(lambda: Zarr(both.get()[1]))
+    if rename is not None or dtype is not None or dequantize:
+        both.get()  # what does not fit the checkpoint is told now, not by an answer
     return Server(
         explorer.get, host=host, port=port, token=token, hosts=hosts, mounts=lambda: routes(files.get, store.get)
     )

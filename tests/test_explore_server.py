@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -10,15 +12,21 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import load
 
 import lazyckpt
+from lazyckpt.explore import server as server_module
 from lazyckpt.explore.api import Explorer
+from lazyckpt.explore.connections import limited
 from lazyckpt.explore.server import Server
 from lazyckpt.explore.subject import Subject
 from lazyckpt.exploring import Later, subject_of, title_of
@@ -43,7 +51,7 @@ def base(server: Server) -> str:
 def test_the_address_leads_to_the_page(server: Server) -> None:
     with httpx.Client() as client:
         first = client.get(server.url)
-        assert (first.status_code, first.headers["location"]) == (303, "/")
+        assert (first.status_code, first.headers["location"]) == (303, "./")
         cookie = first.headers["set-cookie"]
         assert "HttpOnly" in cookie
         assert "SameSite=Strict" in cookie
@@ -225,7 +233,7 @@ def test_a_hundred_clients_get_the_same_bytes(server: Server) -> None:
     wanted = httpx.get(url).content
 
     def ask(_: int) -> bool:
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=60, verify=False) as client:
             return all(client.get(url).content == wanted for _ in range(3))
 
     with ThreadPoolExecutor(100) as pool:
@@ -252,3 +260,148 @@ def test_an_answer_that_nobody_waits_for_is_not_computed(model: Path, monkeypatc
             httpx.get(url, timeout=1)
         assert started.wait(5)
         assert ended.wait(5)
+
+
+# -- connections
+
+
+def asked(server: Server, *, path: str, close: bool = False) -> bytes:
+    """What a plain socket gets as the answer to a GET; with ``close``, it closes its side after asking."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as one:
+        one.sendall(f"GET /t/{server.token}/{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        if close:
+            one.shutdown(socket.SHUT_WR)
+        found = b""
+        while data := one.recv(1 << 16):
+            found += data
+    return found
+
+
+def test_a_client_that_closes_its_side_is_answered(server: Server) -> None:
+    path = "hf/model.safetensors"
+    whole = httpx.get(server.address + path).content
+    for _ in range(5):
+        assert asked(server, path=path, close=True).endswith(b"\r\n\r\n" + whole)
+
+
+def test_connections_are_limited(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "limited", lambda: limited(most=3, patience=0.5))
+    with lazyckpt.serve(model) as server:
+        idle = [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(3)]
+        idle[1].sendall(b"GET / HTTP/1.1\r\nHost: loc")  # a header that never ends
+        answer = asked(server, path="api/v1/about")
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"connections" in answer.partition(b"\r\n\r\n")[2]
+        for one in idle:  # the server ends them
+            assert one.recv(100) == b""
+            one.close()
+        assert asked(server, path="api/v1/about").startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_takes_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "limited", lambda: limited(stalled=0.5))
+    torch.save({"w": torch.zeros(16 << 20, dtype=torch.uint8)}, tmp_path / "model.pt")
+    with lazyckpt.serve(tmp_path / "model.pt") as server, socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.settimeout(20)
+        one.connect(("127.0.0.1", server.port))
+        one.sendall(f"GET /t/{server.token}/hf/model.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        threading.Event().wait(2)
+        found = 0
+        with suppress(ConnectionResetError):
+            while data := one.recv(1 << 16):
+                found += len(data)
+        assert found < 16 << 20
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[str]:
+    """A proxy that has the server below a path of its own, and strips it: as jupyter-server-proxy does."""
+    below = "/user/me/proxy/8765"
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            assert self.path.startswith(f"{below}/"), self.path
+            there = http.client.HTTPConnection("127.0.0.1", server.port)
+            there.request("GET", self.path.removeprefix(below), headers=dict(self.headers.items()))
+            answer = there.getresponse()
+            body = answer.read()
+            self.send_response(answer.status)
+            for name, value in answer.getheaders():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}{below}/"
+        running.shutdown()
+
+
+def test_all_links_work_below_the_path_of_a_proxy(server: Server, proxy: str) -> None:
+    for begin in (f"{proxy}?token={server.token}", f"{proxy}t/{server.token}"):
+        with httpx.Client(follow_redirects=True) as client:
+            page = client.get(begin)
+            assert page.status_code == 200
+            links = re.findall(r'(?:href|src)="([^"]+)"', page.text)
+            base = json.loads(re.findall(r'id="explorer-host">(.*?)</script>', page.text)[0])["http"]["base"]
+            for link in (*links, f"{base}/about"):
+                if not link.startswith("data:"):
+                    assert client.get(page.url.join(link)).status_code == 200
+            for folder in ("hf/", "zarr/"):
+                (link, *_) = re.findall('href="([^"]+)"', client.get(page.url.join(folder)).text)
+                assert client.get(page.url.join(folder).join(link)).status_code == 200
+
+
+# -- options
+
+
+def test_options_that_change_nothing_are_refused(model: Path) -> None:
+    view = lazyckpt.open(model)
+    for options in ({"tag": "global_step3"}, {"format": "torch"}, {"cache": False}):
+        with pytest.raises(lazyckpt.DataError, match=next(iter(options))):
+            lazyckpt.serve(view, **options)
+    with lazyckpt.serve(view, model, format="torch", dtype=torch.bfloat16) as server:
+        found = load(httpx.get(server.address + "hf/model.safetensors").content)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rename": "nonsense"},
+        {"dtype": torch.int8},
+        {"dtype": "bf16"},
+        {"dequantize": True, "rename": "nonsense"},
+        {"max_shard_size": "large"},
+    ],
+)
+def test_options_that_do_not_fit_are_told_at_once(model: Path, options: dict[str, Any]) -> None:
+    with pytest.raises((lazyckpt.LazyckptError, ValueError)):
+        lazyckpt.serve(model, **options)
+
+
+# -- names
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", "a/../b", "%2e", "a?b#c", "a\nb", "\u202egnp.exe", "x" * 10_000, "é" * 10_000]
+)
+def test_any_name_is_found(tmp_path: Path, name: str) -> None:
+    torch.save({name: torch.arange(3.0), "other": torch.zeros(2)}, tmp_path / "model.pt")
+    with lazyckpt.serve(tmp_path / "model.pt") as server:
+        for path in ("tensor", "tensor/values"):
+            answer = httpx.get(f"{server.address}api/v1/{path}", params={"name": name})
+            assert answer.status_code == 200, answer.text
+        assert torch.equal(load(httpx.get(server.address + "hf/model.safetensors").content)[name], torch.arange(3.0))
+        (path,) = (
+            path
+            for path, node in httpx.get(server.address + "zarr/zarr.json")
+            .json()["consolidated_metadata"]["metadata"]
+            .items()
+            if node["node_type"] == "array" and node["shape"] == [3]
+        )
+        assert httpx.get(f"{server.address}zarr/{quote(path)}/c/0").content == torch.arange(3.0).numpy().tobytes()

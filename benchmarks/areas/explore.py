@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import http.client
+import json
 import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import torch
 
@@ -26,7 +29,8 @@ from ..case import Area, Case, Goal, Settings
 from ..contest import Contest, Skipped
 from ..sample import Sample, Timed, warm
 
-_PIECE = 1 << 20
+MIB = 1 << 20
+_PIECE = MIB
 
 
 def _fetch(url: str, buffer: bytearray) -> int:
@@ -54,11 +58,7 @@ def _shard(settings: Settings) -> Contest:
     (file,) = folder.glob("*.safetensors")
     warm(source)
     warm(file)
-    code = (
-        f"import lazyckpt\nserver = lazyckpt.serve({str(source)!r}, max_shard_size='1TB')\n"
-        "print(server.address, flush=True)\nserver.wait()"
-    )
-    ours = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    ours = _server(source, "max_shard_size='1TB'")
     assert ours.stdout is not None
     address = ours.stdout.readline().strip()
     with socket.socket() as free:
@@ -175,6 +175,59 @@ def _overview(settings: Settings, dtype: torch.dtype) -> Contest:
     return Contest(Timed(lambda: pooled(t, 512, 512)), ("torch.load", Timed(lambda: torch.load(path))), calls=1, most=7)
 
 
+def _clients(settings: Settings, folder: str, options: str) -> Contest:
+    """The server's resident memory, all of it, when 100 clients have read 10 MiB each."""
+    source = data.torch_file(settings)
+    warm(source)
+    ours = _server(source, options)
+    try:
+        return _of_clients(ours, folder)
+    except BaseException:
+        ours.kill()
+        raise
+
+
+def _of_clients(ours: subprocess.Popen[str], folder: str) -> Contest:
+    assert ours.stdout is not None
+    address = ours.stdout.readline().strip()
+    if folder == "hf/":
+        size = int(urlopen(Request(f"{address}hf/model.safetensors", method="HEAD")).headers["Content-Length"])
+        asked = [("hf/model.safetensors", n * (size - 10 * MIB) // 99) for n in range(100)]
+    else:
+        documents = json.loads(urlopen(f"{address}zarr/zarr.json").read())["consolidated_metadata"]["metadata"]
+        array = next(path for path, node in documents.items() if node["node_type"] == "array")
+        arrays = [path for path, node in documents.items() if node.get("shape") == documents[array]["shape"]]
+        asked = [(f"zarr/{arrays[n % len(arrays)]}/c/{k}/0", 0) for n in range(100) for k in range(2)]
+
+    def read(one: tuple[str, int]) -> None:
+        path, begin = one
+        with urlopen(Request(address + path, headers={"Range": f"bytes={begin}-{begin + 10 * MIB - 1}"})) as answer:
+            while answer.read(64 << 10):
+                pass
+
+    def clients(calls: int = 1) -> Sample:
+        with ThreadPoolExecutor(100) as pool:
+            list(pool.map(read, asked))
+        status = Path(f"/proc/{ours.pid}/status").read_text()
+        (peak,) = (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
+        return Sample(0.0, {"peak": peak})
+
+    def done() -> None:
+        ours.terminate()
+        ours.wait()
+
+    return Contest(clients, calls=1, rehearse=False, most=3, least=1, done=done)
+
+
+def _server(source: Path, options: str) -> subprocess.Popen[str]:
+    """A server in a process of its own, whose first line is its address."""
+    code = (
+        f"import lazyckpt, torch\nserver = lazyckpt.serve({str(source)!r}, {options})\n"
+        "print(server.address, flush=True)\nserver.wait()"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
 def _cases(settings: Settings) -> list[Case]:
     return list(_all(settings))
 
@@ -185,6 +238,10 @@ def _all(settings: Settings) -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         what = f"the heat map of a tensor of {settings.pick(1024, 64)} MiB of {str(dtype)[6:]}"
         yield Case(what, partial(_overview, settings, dtype), [Goal(1.3)])
+    memory = [Goal(1.0, "peak", 300.0 * MIB, "memory of the server", "300 MiB")]
+    for folder in ("hf/", "zarr/"):
+        for options, also in (("", ""), ("dtype=torch.bfloat16", ", as bfloat16")):
+            yield Case(f"100 clients of {folder}{also}", partial(_clients, settings, folder, options), memory)
     names = settings.pick(100_000, 10_000)
     half = [Goal(1.0, against=0.5, budget="half a second")]
     yield Case(f"HTML of {names:,} tensors and of a part: processor time", partial(_html, settings, names), half)
@@ -205,8 +262,9 @@ AREA = Area(
     "explore",
     "The explorer",
     "A client reads the shard of a torch file as safetensors, which the explorer's server computes, and the converted "
-    "file from nginx. The tree's goal is one second of processor time, the page's one second in all. In the page of "
-    "all names, the time of Chromium's main thread counts: from the answer to the first paint, and that of the "
-    "slowest of 31 keys.",
+    "file from nginx. The server's memory is all that is resident in its process, torch and zarr included, at most, "
+    "while 100 clients read at the same time. The tree's goal is one second of processor time, the page's one second "
+    "in all. In the page of all names, the time of Chromium's main thread counts: from the answer to the first paint, "
+    "and that of the slowest of 31 keys.",
     _cases,
 )

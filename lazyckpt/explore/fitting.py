@@ -101,7 +101,7 @@ class Filled:
 
 def key_of(wanted: Wanted) -> str:
     """Return the request as the application asks for it: parameters in the order of their names."""
-    given = sorted((name, value) for name, value in wanted.values.items() if value)
+    given = sorted((name, value) for name, value in wanted.values.items() if value or name == "name")
     query = "&".join(f"{_quoted(name)}={_quoted(value)}" for name, value in given)
     return f"{wanted.path}?{query}" if query else wanted.path
 

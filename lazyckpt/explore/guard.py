@@ -97,14 +97,14 @@ class Guard:
                 await _say(send, 403, "The token in the address is not that of this server.")
                 return
             if not slash:
-                await _say(send, 308, "", {"Location": f"{path}/"})
+                await _say(send, 308, "", {"Location": f"{token}/"})
                 return
-            scope = {**scope, "path": f"/{rest}", "raw_path": None, "root_path": f"/t/{token}"}
+            scope = {**scope, "path": f"/{rest}", "raw_path": None}
         elif given and self._is(given[-1]):
             if scope["method"] == "GET" and path == "/":
                 others = [(name, value) for name, value in query if name != "token"]
-                where = path + (f"?{urlencode(others)}" if others else "")
-                kept = f"{cookie}={given[-1]}; Path=/; HttpOnly; SameSite=Strict"
+                where = "./" + (f"?{urlencode(others)}" if others else "")  # relative, below the path of any proxy
+                kept = f"{cookie}={given[-1]}; HttpOnly; SameSite=Strict"  # without Path: for this page and below
                 await _say(send, 303, "", {"Location": where, "Set-Cookie": kept, "Cache-Control": "no-store"})
                 return
         elif not self._knows(headers, cookie):

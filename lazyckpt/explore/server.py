@@ -12,9 +12,11 @@ import gzip
 import hashlib
 import html
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.resources import files
 from importlib.util import find_spec
@@ -22,9 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, LazyckptError
 from .api import Answer, Explorer, failed
+from .connections import HEADERS, limited
 from .guard import Guard, new_token
 from .packing import VERSION, to_json
 from .query import Cancelled, parameters
+from .sending import in_threads
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -32,7 +36,10 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 ASSETS = {"explorer.js": "text/javascript; charset=utf-8", "explorer.css": "text/css; charset=utf-8"}
-_AT_ONCE = 4  # requests that compute at the same time; the others wait
+_AT_ONCE = 2  # requests that read tensors at the same time, and as many others; the rest waits
+_LIGHT = re.compile(  # paths whose answers read no tensors: they do not wait for those that do
+    r"about|tree|tree/marks|tree/totals|architecture.*|ranks.*|tensor|tensor/layout|compare|run"
+)
 _SMALL = 1024  # bytes of an answer that is not compressed
 
 
@@ -85,18 +92,17 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
         Further routes of starlette.
     """
     from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
     from starlette.responses import PlainTextResponse, Response
     from starlette.routing import Route
 
-    slots = asyncio.Semaphore(_AT_ONCE)
+    light, heavy = ((asyncio.Semaphore(_AT_ONCE), ThreadPoolExecutor(_AT_ONCE, "lazyckpt answer")) for _ in range(2))
     version = hashlib.sha256(b"".join(asset(name) for name in ASSETS)).hexdigest()[:12]
 
     async def index(request: Request) -> Response:
-        base = request.scope.get("root_path", "")
-        host = {"http": {"base": f"{base}/api/v{VERSION}", "token": ""}}
-        head = f'<link rel="stylesheet" href="{html.escape(base)}/assets/explorer.css?{version}">'
-        tail = f'<script type="module" src="{html.escape(base)}/assets/explorer.js?{version}"></script>'
+        # all relative: a proxy may have the server below a path of its own, which it does not say
+        host = {"http": {"base": f"api/v{VERSION}", "token": ""}}
+        head = f'<link rel="stylesheet" href="assets/explorer.css?{version}">'
+        tail = f'<script type="module" src="assets/explorer.js?{version}"></script>'
         body = page(to_json(host), "lazyckpt", head, tail)
         return Response(body, media_type="text/html", headers={"Cache-Control": "no-store"})
 
@@ -111,28 +117,31 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
         values = parameters(request.url.query)
         values.pop("token", None)
         gone = threading.Event()
+        fresh = {"Cache-Control": "private, no-cache"}
 
-        def work() -> Answer:
+        path = request.path_params["path"]
+
+        def work() -> Response:
             try:
                 explorer = opened()
             except (LazyckptError, OSError) as e:
-                return failed(e)
-            return explorer.answer(request.path_params["path"], values, lambda: not gone.is_set())
+                return _sent(request, failed(e), fresh)
+            return _sent(request, explorer.answer(path, values, lambda: not gone.is_set()), fresh)
 
+        slots, threads = light if _LIGHT.fullmatch(path) else heavy
         async with slots:
-            task = asyncio.ensure_future(run_in_threadpool(work))
+            task = asyncio.ensure_future(in_threads(threads, work))
             watch = asyncio.ensure_future(_closed(request))
             try:
                 await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
                 if not task.done():
                     gone.set()
-                answer = await task
+                return await task
             except Cancelled:
                 return Response(status_code=499)
             finally:
                 gone.set()
                 watch.cancel()
-        return _sent(request, answer, {"Cache-Control": "private, no-cache"})
 
     routes = [
         Route("/", index),
@@ -231,6 +240,8 @@ class Server:
             server_header=False,
             lifespan="off",
             ws="none",
+            http=limited(),
+            h11_max_incomplete_event_size=HEADERS,
             timeout_keep_alive=30,
             timeout_graceful_shutdown=1,
         )

@@ -10,12 +10,10 @@ import asyncio
 import hashlib
 import html
 import json
-import re
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
-from weakref import WeakSet
 
 from ..errors import LazyckptError
 from ..export.files import cut_files
@@ -23,24 +21,13 @@ from ..export.safetensors import SAFETENSORS
 from ..export.writer import check_names
 from ..jobs.parts import Content
 from ..namespace import Namespace
+from .sending import Shared, Streams
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-_BLOCKS = ((3, 4 << 20), (12, 512 << 10), (1 << 30, 64 << 10))  # up to so many streams -> bytes that are read at a time
-_RANGE = re.compile(r"bytes=(\d*)-(\d*)", re.ASCII)
 _NODES = 20_000  # maximum number of Zarr nodes whose documents are repeated in that of the root
-
-
-class Shared(NamedTuple):
-    """A file to send: its size in bytes, what identifies its content, its media type, and a function that reads bytes
-    ``begin`` to ``end``."""
-
-    size: int
-    tag: str
-    type: str
-    read: Callable[[int, int], bytes | memoryview]
 
 
 class Folder:
@@ -87,7 +74,7 @@ class Folder:
         if content is None:
             content = self._contents[name] = Content(planned.layout())
         tag = hashlib.sha256(f"{self._version} {name}".encode()).hexdigest()[:32]
-        return Shared(content.size, tag, "application/octet-stream", content.read)
+        return Shared(content.size, tag, "application/octet-stream", content.fill)
 
 
 class Zarr:
@@ -120,17 +107,9 @@ class Zarr:
         found = self._store.chunk(key)
         if found is None:
             return None
-        size, read = found
-
-        def part(begin: int, end: int) -> bytes:
-            return bytes(read()[begin:end])
-
-        return Shared(
-            size,
-            hashlib.sha256(f"{self._store.version} {key}".encode()).hexdigest()[:32],
-            "application/octet-stream",
-            part,
-        )
+        size, fill = found
+        tag = hashlib.sha256(f"{self._store.version} {key}".encode()).hexdigest()[:32]
+        return Shared(size, tag, "application/octet-stream", fill)
 
     async def listed(self, prefix: str) -> list[str]:
         """Return the names below a prefix; those of groups and arrays end with a slash."""
@@ -138,89 +117,13 @@ class Zarr:
 
 
 def _of_bytes(text: bytes, kind: str) -> Shared:
-    return Shared(len(text), hashlib.sha256(text).hexdigest()[:32], kind, lambda begin, end: text[begin:end])
+    def fill(begin: int, target: memoryview) -> None:
+        target[:] = text[begin : begin + len(target)]
+
+    return Shared(len(text), hashlib.sha256(text).hexdigest()[:32], kind, fill)
 
 
 # -- over HTTP
-
-
-class Streams:
-    """Sends files and ranges of them."""
-
-    def __init__(self) -> None:
-        self._open: WeakSet[_Stream] = WeakSet()
-
-    async def send(self, request: Request, file: Shared) -> Response:
-        """Return the response to a GET or HEAD of a file: whole, a range, or nothing if the asker has it."""
-        from starlette.responses import Response, StreamingResponse
-
-        tag = f'"{file.tag}"'
-        headers = {"ETag": tag, "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache"}
-        known = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
-        if tag in known or "*" in known:
-            return Response(status_code=304, headers=headers)
-        wanted = request.headers.get("range")
-        if wanted is not None and request.headers.get("if-range", tag) != tag:
-            wanted = None
-        span = None if wanted is None else _span(wanted, file.size)
-        if span == (0, -1):
-            return Response(status_code=416, headers={**headers, "Content-Range": f"bytes */{file.size}"})
-        begin, end = span or (0, file.size)
-        headers["Content-Length"] = str(end - begin)
-        if span is not None:
-            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{file.size}"
-        status = 200 if span is None else 206
-        if request.method == "HEAD":
-            return Response(status_code=status, headers=headers, media_type=file.type)
-        stream = _Stream(file, begin, end, self._open)
-        self._open.add(stream)
-        await stream.begin()  # errors of the first block get a status of their own
-        return StreamingResponse(stream, status, headers, file.type)
-
-
-class _Stream:
-    """Bytes of a file in blocks, of which the next one is read while one is sent."""
-
-    def __init__(self, file: Shared, begin: int, end: int, others: Collection[Any]) -> None:
-        self._file, self._at, self._end = file, begin, end
-        self._others = others
-        self._block: bytes | memoryview = b""
-
-    async def begin(self) -> None:
-        """Read the first block."""
-        self._block = await self._read()
-
-    async def __aiter__(self) -> AsyncIterator[memoryview]:
-        ahead: asyncio.Task[bytes | memoryview] | None = None
-        try:
-            while self._at < self._end:
-                ahead = asyncio.create_task(self._read())
-                yield memoryview(self._block)
-                self._block = await ahead
-            yield memoryview(self._block)
-        finally:
-            if ahead is not None:
-                ahead.cancel()
-
-    async def _read(self) -> bytes | memoryview:
-        most = next(size for streams, size in _BLOCKS if len(self._others) <= streams)
-        begin, self._at = self._at, min(self._at + most, self._end)
-        return await asyncio.to_thread(self._file.read, begin, self._at)
-
-
-def _span(text: str, size: int) -> tuple[int, int] | None:
-    """Return the interval of a Range header; None if it is to be ignored, (0, -1) if it has nothing of the file."""
-    match = _RANGE.fullmatch(text.replace(" ", ""))
-    if match is None or text.count("=") != 1 or not (match[1] or match[2]) or max(map(len, match.groups())) > 18:
-        return None
-    if not match[1]:
-        begin, end = max(0, size - int(match[2])), size
-    else:
-        begin = int(match[1])
-        end = min(int(match[2]) + 1, size) if match[2] else size
-        if match[2] and int(match[2]) < begin:
-            return None
-    return (begin, end) if begin < end else (0, -1)
 
 
 def routes(folder_of: Callable[[], Folder], store_of: Callable[[], Zarr]) -> list[Any]:

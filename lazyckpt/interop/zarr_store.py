@@ -31,6 +31,8 @@ from ..core.chunking import chunk_box, chunk_shape, grid_of
 from ..core.dtypes import bits_of
 from ..formats.zarr import documents
 from ..formats.zarr.documents import NAMES, Part, contents
+from ..jobs.parts import Content
+from ..jobs.plan import Layout, Placed
 from ..lazy import LazyArray
 from . import zarr_dtypes as zarr_dtypes  # zarr lacks bfloat16
 
@@ -209,8 +211,8 @@ class ViewStore(Store):
             data = self._documents[path] = json.dumps(document).encode()
         return data
 
-    def chunk(self, key: str) -> tuple[int, Callable[[], memoryview]] | None:
-        """Return the size of a chunk, and a function that reads it.
+    def chunk(self, key: str) -> tuple[int, Callable[[int, memoryview], None]] | None:
+        """Return the size of a chunk, and a function that fills memory with its bytes from one on.
 
         Parameters
         ----------
@@ -220,13 +222,13 @@ class ViewStore(Store):
         Returns
         -------
         tuple or None
-            The size in bytes, and the function; None if there is no such chunk.
+            The size in bytes, and ``fill(begin, target)``; None if there is no such chunk.
         """
         found = self._chunk(key)
         if found is None:
             return None
         tensor, _, chunk = found
-        return prod(chunk) * tensor.itemsize, partial(_read_chunk, *found)
+        return prod(chunk) * tensor.itemsize, partial(_fill, *found)
 
     def _chunk(self, key: str) -> tuple[LazyArray, Shape, Shape] | None:
         """Return (tensor, place in the grid, shape of its chunks); None if the key is not that of a chunk."""
@@ -326,6 +328,16 @@ def _read_chunk(tensor: LazyArray, place: Shape, chunk: Shape) -> memoryview:
         full[tuple(slice(0, n) for n in box.shape)] = bits
         bits = full
     return memoryview(bits.numpy().reshape(-1).view("u1").data)
+
+
+def _fill(tensor: LazyArray, place: Shape, chunk: Shape, begin: int, target: memoryview) -> None:
+    """Fill ``target`` with the bytes of a chunk from ``begin`` on."""
+    box = chunk_box(place, tensor.shape, chunk)
+    if box.shape != chunk:
+        target[:] = _read_chunk(tensor, place, chunk)[begin : begin + len(target)]
+        return
+    part = tensor.lazy[box.slices] if place else tensor
+    Content(Layout(part.nbytes, (), (Placed(0, part),))).fill(begin, target)
 
 
 def _slice(wanted: ByteRequest | None, size: int) -> slice:

@@ -13,24 +13,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from ..core.dtypes import dtype_of
 from ..core.merkle import Form, Leaves
 from ..errors import DataError
 from ..io.storage.access import read_pieces
 from ..io.storage.uploads import part_size
-from ..io.tensors import as_bytes
 from ..lazy import LazyArray, shape_of
 from .passing import Passing, parts_of
 from .pieces import contents, read_piece
 from .places import PIECE, combined, crc32
 from .plan import Layout, Placed
-
-if TYPE_CHECKING:
-    import torch
-else:
-    from ..deferred import torch
 
 
 class Piece(NamedTuple):
@@ -281,21 +275,19 @@ class Content:
         self._cuts = [_Cut(offset, n, layout.placed[n], None) for offset, n in cuts]
         self._cut_ends = [cut.end for cut in self._cuts]
 
-    def read(self, begin: int, end: int) -> memoryview:
-        """Return the bytes from ``begin`` to ``end`` of the file. Raises what reading raises."""
-        view = as_bytes(torch.empty(end - begin, dtype=torch.uint8, device="cpu"))  # not filled with zeros first
-        if view:
-            for offset, text in self._texts[bisect_right(self._text_ends, begin) :]:
-                if offset >= end:
-                    break
-                lo, hi = max(offset, begin), min(offset + len(text), end)
-                view[lo - begin : hi - begin] = text[lo - offset : hi - offset]
-            for cut in self._cuts[bisect_right(self._cut_ends, begin) :]:
-                if cut.offset >= end:
-                    break
-                piece = cut.piece(begin, end)
-                _read(piece, view[piece.at : piece.at + piece.nbytes])
-        return view
+    def fill(self, begin: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes of the file from ``begin`` on. Raises what reading raises."""
+        end = begin + len(target)
+        for offset, text in self._texts[bisect_right(self._text_ends, begin) :]:
+            if offset >= end:
+                break
+            lo, hi = max(offset, begin), min(offset + len(text), end)
+            target[lo - begin : hi - begin] = text[lo - offset : hi - offset]
+        for cut in self._cuts[bisect_right(self._cut_ends, begin) :]:
+            if cut.offset >= end:
+                break
+            piece = cut.piece(begin, end)
+            _read(piece, target[piece.at : piece.at + piece.nbytes])
 
 
 def _read(piece: Piece, target: memoryview) -> None:

@@ -18,6 +18,7 @@ from .targets import (
     orbax,
     pickles,
     safetensors,
+    server,
     torch_files,
     torch_programs,
     zarr,
@@ -41,5 +42,6 @@ MODULES = (
     deltas,
     orbax,
     arrays,
+    server,
 )
 TARGETS: dict[str, Target] = {target.name: target for module in MODULES for target in module.TARGETS}

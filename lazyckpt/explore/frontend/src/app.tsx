@@ -6,6 +6,7 @@ import { Explorer, linkTo, useLoaded, type Context } from "./context";
 import { isTyping, KEYS } from "./keys";
 import { PAGES } from "./pages";
 import type { RouteStore } from "./route";
+import { isGiven } from "./transport";
 import { hostTheme, keepTheme, keptTheme, onHostTheme, THEMES, type Theme } from "./theme";
 import { FileTransport } from "./transport";
 import { WidgetTransport } from "./widget";
@@ -58,7 +59,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
               const shared = Object.fromEntries(SHARED.map((name) => [name, route.params[name]]));
               const merged = { ...(page === route.page ? route.params : shared), ...params };
               left.current = !!frame.current?.querySelector("main")?.matches(":focus-within");
-              const given = Object.entries(merged).filter((pair): pair is [string, string] => !!pair[1]);
+              const given = Object.entries(merged).filter((pair): pair is [string, string] => isGiven(...pair));
               routes.write({ page, params: Object.fromEntries(given) }, replace);
             },
           }

@@ -12,6 +12,12 @@ test("a request has one key whatever the order of its parameters", () => {
   assert.equal(requestKey("tree", { step: 3, state: "a&b", side: undefined }), requestKey("tree", { state: "a&b", step: 3, side: "" }));
 });
 
+test("the name of a tensor may be empty", () => {
+  const route = { page: "tensor", params: { name: "" } };
+  assert.deepEqual(parseRoute(formatRoute(route)), route);
+  assert.equal(requestKey("tensor", { name: "", state: "" }), "tensor?name=");
+});
+
 test("what UTF-8 has not survives being a link", () => {
   const route = { page: "tensor", params: { name: "a\ud800+ %ED%A0\udfff\u{1f600}=&" } };
   assert.deepEqual(parseRoute(formatRoute(route)), route);

@@ -1,6 +1,7 @@
 // The state of the page as a link: the page's name and its parameters.
 
 import { percentDecoded, percentEncoded } from "./percent";
+import { isGiven } from "./transport";
 
 export interface Route {
   page: string;
@@ -22,7 +23,7 @@ export function parseRoute(text: string): Route {
 }
 
 export function formatRoute({ page, params }: Route): string {
-  const given = Object.entries(params).filter(([, value]) => value !== "");
+  const given = Object.entries(params).filter(([name, value]) => isGiven(name, value));
   const query = given.map(([name, value]) => `${percentEncoded(name)}=${percentEncoded(value)}`).join("&");
   return `#/${page}${query && `?${query}`}`;
 }

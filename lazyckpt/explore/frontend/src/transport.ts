@@ -23,9 +23,14 @@ export class ApiError extends Error {
   }
 }
 
-/** A request as one text: parameters in the order of their names, without undefined and empty ones. */
+/** Whether a parameter says anything. The name of a tensor may be empty; no other text may. */
+export function isGiven(name: string, value: string | number | undefined): boolean {
+  return value !== undefined && (value !== "" || name === "name");
+}
+
+/** A request as one text: parameters in the order of their names, without those that say nothing. */
 export function requestKey(path: string, params: Params): string {
-  const given = Object.entries(params).filter(([, value]) => value !== undefined && value !== "");
+  const given = Object.entries(params).filter(([name, value]) => isGiven(name, value));
   given.sort(([a], [b]) => (a < b ? -1 : a > b ? 1 : 0));
   const text = given.map(([name, value]) => `${percentEncoded(name)}=${percentEncoded(String(value))}`);
   return text.length ? `${path}?${text.join("&")}` : path;

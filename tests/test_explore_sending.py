@@ -1,0 +1,117 @@
+"""Files that are computed while they are sent: bounded memory, shared blocks, slow and vanishing readers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from lazyckpt.explore.sending import Shared, Streams
+
+from .lanes import rounds
+
+ROOM = 1 << 20
+CONTENT = random.Random(1).randbytes(5 << 20)
+
+
+def shared(fill: Callable[[int, memoryview], None] | None = None, tag: str = "a") -> Shared:
+    def plain(begin: int, target: memoryview) -> None:
+        target[:] = CONTENT[begin : begin + len(target)]
+
+    return Shared(len(CONTENT), tag, "application/octet-stream", fill or plain)
+
+
+async def taken(streams: Streams, file: Shared, begin: int, end: int, pause: float = 0.0) -> bytes:
+    found = bytearray()
+    async for piece in streams.pieces(file, begin, end):
+        found += piece
+        await asyncio.sleep(pause)
+    return bytes(found)
+
+
+@pytest.mark.parametrize("seed", range(rounds(2)))
+def test_every_reader_gets_its_bytes_in_bounded_memory(seed: int) -> None:
+    chosen = random.Random(seed)
+
+    async def main() -> None:
+        streams = Streams(ROOM)
+        files = [shared(tag=str(n)) for n in range(3)]
+
+        async def read() -> None:
+            begin, end = sorted(chosen.sample(range(len(CONTENT) + 1), 2))
+            pause = chosen.choice((0, 0, 0, 0.02))
+            if pause:
+                end = min(end, begin + (1 << 20))
+            assert await taken(streams, chosen.choice(files), begin, end, pause) == CONTENT[begin:end]
+            assert streams.used <= ROOM
+
+        await asyncio.wait_for(asyncio.gather(*(read() for _ in range(40))), 60)
+        assert streams.used == 0
+
+    asyncio.run(main())
+
+
+def test_a_block_is_computed_once_for_all_who_wait_for_it() -> None:
+    calls = []
+
+    def fill(begin: int, target: memoryview) -> None:
+        calls.append(begin)
+        target[:] = CONTENT[begin : begin + len(target)]
+
+    async def main() -> None:
+        streams = Streams(ROOM)
+        found = await asyncio.gather(*(taken(streams, shared(fill), 0, 500_000) for _ in range(20)))
+        assert set(found) == {CONTENT[:500_000]}
+
+    asyncio.run(main())
+    assert len(calls) == 1
+
+
+def test_readers_that_take_nothing_do_not_stop_the_others() -> None:
+    async def main() -> None:
+        streams = Streams(ROOM)
+        asleep = [streams.pieces(shared(tag=f"slow {n}"), 0, len(CONTENT)) for n in range(10)]
+        firsts = await asyncio.wait_for(asyncio.gather(*(anext(one) for one in asleep)), 20)
+        assert await asyncio.wait_for(taken(streams, shared(), 0, len(CONTENT)), 20) == CONTENT
+        for first, one in zip(firsts, asleep, strict=True):  # what was dropped is read again
+            rest = [piece async for piece in one]
+            assert b"".join([first, *rest]) == CONTENT
+        assert streams.used == 0
+
+    asyncio.run(main())
+
+
+def test_errors_reach_all_who_wait_and_the_next_asks_anew() -> None:
+    broken = True
+
+    def fill(begin: int, target: memoryview) -> None:
+        if broken:
+            raise OSError("lost")
+        target[:] = CONTENT[begin : begin + len(target)]
+
+    async def main() -> None:
+        nonlocal broken
+        streams = Streams(ROOM)
+        found = await asyncio.gather(*(taken(streams, shared(fill), 0, 100) for _ in range(5)), return_exceptions=True)
+        assert all(isinstance(one, OSError) for one in found)
+        assert streams.used == 0
+        broken = False
+        assert await taken(streams, shared(fill), 0, 100) == CONTENT[:100]
+
+    asyncio.run(main())
+
+
+def test_readers_that_leave_make_room() -> None:
+    async def main() -> None:
+        streams = Streams(ROOM)
+        tasks = [asyncio.create_task(taken(streams, shared(tag=str(n)), 0, len(CONTENT), 0.01)) for n in range(12)]
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert await taken(streams, shared(), 0, len(CONTENT)) == CONTENT
+        assert streams.used == 0
+
+    asyncio.run(main())
