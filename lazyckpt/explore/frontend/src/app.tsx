@@ -116,14 +116,14 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
     const { step: _, ...rest } = route.params;
     return (
       <div class="frame" ref={frame}>
-        <Failure error={about.error} />
-        {step !== undefined && (
-          <p>
-            <button type="button" onClick={() => routes.write({ page: route.page, params: rest })}>
+        <main>
+          <Failure error={about.error} />
+          {step !== undefined && (
+            <button type="button" class="small" onClick={() => routes.write({ page: route.page, params: rest })}>
               Show the last step
             </button>
-          </p>
-        )}
+          )}
+        </main>
       </div>
     );
   }

@@ -27,7 +27,8 @@ export function OptimizerPage() {
   const side = about.sides[which] ?? about.sides[0]!;
   const names = side.states.map(({ name }) => name);
   const moments = names.filter((name) => name !== side.state && name !== "fp32" && name !== "weights");
-  const state = route.params["state"] ?? moments[0] ?? side.state;
+  const asked = route.params["state"];
+  const state = asked !== undefined && names.includes(asked) ? asked : (moments[0] ?? side.state);
   const quantity = route.params["of"] ?? "rms";
   const chosen = side.states.find(({ name }) => name === state);
   const whole = side.states.reduce((sum, { nbytes }) => sum + nbytes, 0);
