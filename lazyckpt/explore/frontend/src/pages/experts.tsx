@@ -111,7 +111,7 @@ function MostAlike() {
         }
       >
         <Grid
-          rows={listed.layers.map(shownName)}
+          rows={listed.layers.map((one) => shownName(one))}
           columns={listed.experts.map(String)}
           values={Float64Array.from(cells, ({ cosine }) => cosine)}
           label="Largest cosine to another expert"
@@ -174,7 +174,7 @@ function Norms() {
     <>
       <Figure title="Norms of the experts" note="L2 norm of all tensors of an expert; a click compares the experts of a layer" name="norms of experts" python="view.plot.experts()">
         <Grid
-          rows={value.layers.map(shownName)}
+          rows={value.layers.map((one) => shownName(one))}
           columns={value.experts.map(String)}
           values={norms}
           label="Norms of the experts"

@@ -183,7 +183,7 @@ function Pictures({ beside, own, ...first }: PictureProps & { beside: Choice[]; 
   if (!beside.length) return <Picture {...first} />;
   const label = choicesOf(facts).find((one) => besideKey(one) === besideKey(facts))?.label ?? facts.state;
   return (
-    <section aria-label="side by side">
+    <section aria-label="pictures side by side">
       <div class="tensor-tools">
         <Choices facts={facts} plane={plane} />
       </div>
