@@ -114,8 +114,8 @@ def _painted(ax: Any, found: Layers, values: Values, scale: Scale, theme: Theme)
         cut = bool((np.abs(values) > limit * 1.0001).any())
         return heat(ax, np.clip(values, -99, 99), signed(theme), Normalize(-limit, limit), theme), cut
     if scale == "linear" and bool((values < 0).any()):
-        most = float(np.abs(values[np.isfinite(values)]).max())
-        return heat(ax, values, signed(theme), Normalize(-most, most), theme), False
+        far = float(np.abs(values[np.isfinite(values)]).max())
+        return heat(ax, values, signed(theme), Normalize(-far, far), theme), False
     good = values[np.isfinite(values) & (values > 0)]
     norm: Any = Normalize(0, float(good.max()) if good.size else 1)
     colours = magnitudes(theme).with_extremes(bad=theme.empty, under=theme.paper)

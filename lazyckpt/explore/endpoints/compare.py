@@ -1,4 +1,7 @@
-"""``compare/...``: how two checkpoints, or two steps of a run, differ: names, dtypes and shapes, the distance of tensors, and its picture."""
+"""``compare/...``: how two checkpoints, or two steps of a run, differ.
+
+They differ in names, dtypes and shapes, and in the values of tensors, whose distance has a number and a picture.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from typing import Any
 from ...core.specs import kind_of
 from ...derive.arithmetic import difference
 from ...derive.sources import place_of
-from ...errors import DataError, TensorNotFoundError, printable
+from ...errors import TensorNotFoundError, printable
 from ...inspect.architecture import layer_and_kind
 from ...inspect.diff import Difference, Status, diff
 from ...inspect.layers import arranged
@@ -60,11 +63,12 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``paths``, where the two are; ``steps``, the two steps of a run, else null; ``python``, the expressions that open them; ``names``, how many there are in both
-        together; ``both``, how many tensors can be compared; ``nbytes``, how much that reads; ``counts``, status ->
-        number of names; ``changed``, at most 5,000 lists of name, status, and dtype and shape (or the reason why it
-        cannot be read) on both sides; ``changed_in_all``; ``prefix``, null or what all names of one checkpoint have in
-        front in the other, and their number; ``kinds`` with their ``labels``; ``layers``.
+        ``paths``, where the two are; ``steps``, the two steps of a run, else null; ``python``, the expressions that
+        open them; ``names``, how many there are in both together; ``both``, how many tensors can be compared;
+        ``nbytes``, how much that reads; ``counts``, status -> number of names; ``changed``, at most 5,000 lists of
+        name, status, and dtype and shape (or the reason why it cannot be read) on both sides; ``changed_in_all``;
+        ``prefix``, null or what all names of one checkpoint have in front in the other, and their number; ``kinds``
+        with their ``labels``; ``layers``.
     """
     found = _pairs(subject, query)
     pair = subject.pair(query)
@@ -99,8 +103,9 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
 def differences(subject: Subject, query: Query) -> dict[str, Any]:
     """Compare the elements of some tensors. They are read once.
 
-    Parameters of the request: ``state``, ``step`` and ``with``, as for ``compare``. ``low``, the number of the first name in sorted order. The
-    answer has as many names as are some 64 MiB together on both sides, at most 4,096 and at least one.
+    Parameters of the request: ``state``, ``step`` and ``with``, as for ``compare``. ``low``, the number of the first
+    name in sorted order. The answer has as many names as are some 64 MiB together on both sides, at most 4,096 and at
+    least one.
 
     Returns
     -------
@@ -138,8 +143,8 @@ def _block(found: _Pairs, low: int) -> int:
 def tile(subject: Subject, query: Query) -> bytes:
     """Pool a window of the difference of two tensors, the first minus the second, in a grid of cells.
 
-    Parameters of the request: ``name``; ``state``, ``step`` and ``with``, as for ``compare``; those of ``tensor/tile``. Differences are in
-    float64.
+    Parameters of the request: ``name``; ``state``, ``step`` and ``with``, as for ``compare``; those of
+    ``tensor/tile``. Differences are in float64.
 
     Returns
     -------
