@@ -68,7 +68,7 @@ function Picture({ facts, pair, steps, python }: Omit<Props, "name"> & { facts: 
   const part = state === "stored" ? ".stored" : state ? `.states[${pyText(state)}]` : "";
   const [a, b] = python.map((view) => view + part) as [string, string];
   // a run shows the step of that side, which is then compared with the other one
-  const look = (n: 0 | 1) => go(steps ? { name, step: String(steps[n]), with: String(steps[1 - n]) } : { name, side: n ? "b" : undefined }, "tensor");
+  const look = (n: 0 | 1) => go(!steps ? { name, side: n ? "b" : undefined } : api.live ? { name, step: String(steps[n]), with: String(steps[1 - n]) } : { name }, "tensor");
   return (
     <Figure
       title="A − B"
@@ -91,9 +91,11 @@ function Picture({ facts, pair, steps, python }: Omit<Props, "name"> & { facts: 
           <button type="button" class="small" onClick={() => look(0)}>
             in A
           </button>
-          <button type="button" class="small" onClick={() => look(1)}>
-            in B
-          </button>
+          {(api.live || !steps) && ( // a report of a run has tensors of the last step
+            <button type="button" class="small" onClick={() => look(1)}>
+              in B
+            </button>
+          )}
         </>
       }
       python={`(${a} - ${b})[${pyText(name)}].plot.heatmap()`}

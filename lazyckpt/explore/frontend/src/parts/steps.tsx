@@ -88,8 +88,8 @@ export function ComparedSteps() {
 
 /** On the page of a run: leads to the comparison of the step on screen with another one. */
 export function CompareWith({ step }: { step: number }) {
-  const { about, go } = useExplorer();
-  if (about.steps.length < 2) return null;
+  const { api, about, go } = useExplorer();
+  if (about.steps.length < 2 || !api.live) return null; // a report compares the last two steps
   return (
     <label>
       compare with
