@@ -178,7 +178,7 @@ def draw_tensor(folder: Path, target: Path) -> None:
 
 def draw_explore(folder: Path, target: Path) -> None:
     """The explorer with a tensor: its values, and the ranks that hold them."""
-    shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 765)
+    shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 795)
 
 
 def draw_explore_tree(folder: Path, target: Path) -> None:
