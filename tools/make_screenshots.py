@@ -178,7 +178,7 @@ def draw_tensor(folder: Path, target: Path) -> None:
 
 def draw_explore(folder: Path, target: Path) -> None:
     """The explorer with a tensor: its values, and the ranks that hold them."""
-    shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 765)
+    shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 795)
 
 
 def draw_explore_tree(folder: Path, target: Path) -> None:
@@ -195,6 +195,11 @@ def draw_explore_tree(folder: Path, target: Path) -> None:
 def draw_explore_tensor(folder: Path, target: Path) -> None:
     """The page of one tensor."""
     shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 1290)
+
+
+def draw_explore_beside(folder: Path, target: Path) -> None:
+    """A weight and its moments side by side."""
+    shoot_explorer(folder, "zero3", f"tensor?name={NAME}&beside=exp_avg,exp_avg_sq", target, 760)
 
 
 def draw_explore_architecture(folder: Path, target: Path) -> None:

@@ -23,7 +23,7 @@ from ...namespace import STORED
 from ...show.layout import drawing, holders, ranges
 from ..choice import of_tensors
 from ..query import Query
-from ..subject import Subject, View, Wanted, python_of
+from ..subject import Subject, View, Wanted, python_of, python_of_step
 
 _RANGES = 1000  # maximum number of ranges of files that are listed
 _PROBLEMS = 50  # maximum number of problems that are listed
@@ -137,8 +137,7 @@ def _python(subject: Subject, query: Query, view: View, part: View, name: str) -
     """Return the expression of Python that is the tensor, as one would write it."""
     of, full = query.text("of", ""), part.full_name(name)
     if subject.run is not None:
-        run, steps = f"lazyckpt.open_run({subject.view.root!r})", subject.run.steps
-        text = f"{run}.at({query.number('step', steps[-1], min(steps), max(steps))})"
+        text = python_of_step(subject, subject.step(query))
     else:
         text = python_of(subject, view)
     if of == "update":
@@ -148,8 +147,9 @@ def _python(subject: Subject, query: Query, view: View, part: View, name: str) -
         state = ".stored"
     elif part is not view:
         state = f".states[{part.state!r}]"
-    if of == "change" and subject.run is not None:
-        old = f"{run}.at({subject.before(query)})"
+    before = subject.before(query)
+    if of == "change" and before is not None:
+        old = python_of_step(subject, before)
         return f"({text}{state}.astype(torch.float64) - {old}{state}.astype(torch.float64))[{full!r}]"
     return f"{text}{state}[{full!r}]"
 
