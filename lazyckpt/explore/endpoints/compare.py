@@ -20,8 +20,9 @@ from ...inspect.layers import arranged
 from ...lazy import LazyArray
 from ...show.differences import changed_prefix
 from ..choice import picture_values
+from ..lines import opened
 from ..query import Query
-from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted, effort, python_of
+from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted, effort
 from .values import picture
 
 _AT_ONCE = 64 << 20  # bytes of both checkpoints that an answer compares
@@ -78,7 +79,7 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     listed += [[row.name, row.status, row.a, row.b] for row in changed[:_CHANGED]]
     return {
         "paths": [printable(place_of(view)) for view in (subject.view, subject.other) if view is not None],
-        "python": [python_of(subject, view) for view in (subject.view, subject.other) if view is not None],
+        "python": [opened(subject, view) for view in (subject.view, subject.other) if view is not None],
         "names": len(found.names),
         "both": sum(row.status in ("equal", "dtype") for row in found.rows),
         "nbytes": found.ends[-1],

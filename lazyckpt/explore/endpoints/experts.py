@@ -85,6 +85,7 @@ def _report(subject: Subject) -> Iterator[Wanted]:
         yield Wanted("experts", {}, sum(sizes.values()))
     for n, (layer, nbytes) in enumerate(sizes.items()):
         yield Wanted("experts/likeness", {"layer": layer}, min(nbytes, SAMPLE), MORE if n else FIRST)
+        yield Wanted("python", {"page": "experts", "layer": layer}, level=MORE)
 
 
 ENDPOINTS = {"experts": experts, "experts/likeness": likeness}

@@ -7,7 +7,6 @@ import type { Difference } from "./fold";
 
 export interface Compared {
   paths: [string, string];
-  python: [string, string];
   names: number;
   both: number;
   nbytes: number;

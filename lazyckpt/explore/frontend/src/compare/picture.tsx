@@ -11,21 +11,21 @@ import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { HeatMap, type Values } from "../ui/heatmap";
 import { partOf, partText, rootTile, type Tile } from "../ui/pyramid";
-import { pyText } from "../ui/python";
+import { useLines } from "../ui/python";
 import { grouped, shownName } from "../ui/text";
 
 const MOST = 512; // rows and columns of cells of the whole
 
-export function DifferencePicture({ name, python }: { name: string; python: [string, string] }) {
+export function DifferencePicture({ name }: { name: string }) {
   const { api, route } = useExplorer();
   const { state } = route.params;
   const facts = useLoaded((signal) => api.json<Facts>("tensor", { name, state }, signal), [name, state]);
   if (facts.error) return <Failure error={facts.error} />;
   if (!facts.value || facts.value.name !== name) return <p class="compare-wait quiet">reading {shownName(name)} …</p>;
-  return <Picture key={`${name}/${state}`} facts={facts.value} python={python} />;
+  return <Picture key={`${name}/${state}`} facts={facts.value} />;
 }
 
-function Picture({ facts, python }: { facts: Facts; python: [string, string] }) {
+function Picture({ facts }: { facts: Facts }) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { name } = facts;
@@ -55,9 +55,7 @@ function Picture({ facts, python }: { facts: Facts; python: [string, string] }) 
     if (plane.ndim === 1) return `[${row * (plane.wrap ?? 0) + col}]`;
     return `[${Array.from({ length: plane.ndim }, (_, n) => (n === plane.row ? row : n === plane.col ? col : (plane.at.get(n) ?? ":"))).join(", ")}]`;
   };
-  const { state } = params;
-  const part = state === "stored" ? ".stored" : state ? `.states[${pyText(state)}]` : "";
-  const [a, b] = python.map((view) => view + part) as [string, string];
+  const lines = useLines({ name, state: params["state"], dims: params["dims"], at: params["at"], view: params["view"], scale: params["scale"], range: "full" });
   return (
     <Figure
       title="A − B"
@@ -85,7 +83,7 @@ function Picture({ facts, python }: { facts: Facts; python: [string, string] }) 
           </button>
         </>
       }
-      python={`(${a} - ${b})[${pyText(name)}].plot.heatmap()`}
+      python={lines["picture"]}
     >
       {root.error ? (
         <Failure error={root.error} />

@@ -12,7 +12,7 @@ import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
 import { LineChart } from "../ui/line";
-import { Python, pyText } from "../ui/python";
+import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
 import { bytes, grouped, shownName } from "../ui/text";
 import "./compare.css";
@@ -33,10 +33,9 @@ export function ComparePage() {
   const picture = useRef<HTMLDivElement>(null);
   const kinds = useMemo(() => byKind(progress.rows), [progress.rows]);
   const cells = useMemo(() => byCell(progress.rows), [progress.rows]);
+  const lines = useLines({ state });
   if (loaded.error) return <Failure error={loaded.error} />;
   if (!found) return <p class="quiet">Comparing names …</p>;
-  const [a, b] = found.python;
-  const python = `lazyckpt.diff(${a}, ${b}${state ? `, states=[${pyText(state)}]` : ""})`;
   const colour = colourOf(kinds);
   const choose = (row: Difference | undefined) => {
     if (!row || !["values", "dtype", "equal"].includes(row.status)) return;
@@ -48,7 +47,6 @@ export function ComparePage() {
     <div class="compare">
       <Summary {...{ found, progress, start: () => setStart(true) }} />
       {progress.error && <Failure error={progress.error} />}
-      <Python code={python} />
       {progress.rows.length > 0 && (
         <>
           <Figure
@@ -64,11 +62,11 @@ export function ComparePage() {
                 ))}
               </span>
             }
-            python={`${python}.plot()`}
+            python={lines["grid"]}
           >
             <Cells {...{ found, cells, measure, choose }} />
           </Figure>
-          <Curves {...{ found, cells, measure, python, choose }} />
+          <Curves {...{ found, cells, measure, choose }} python={lines["curves"]} />
           <section>
             <div class="compare-title">
               <h2>Tensors</h2>
@@ -104,7 +102,8 @@ export function ComparePage() {
               />
             )}
           </section>
-          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} python={found.python} />}</div>
+          <Python code={lines["differences"]} />
+          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} />}</div>
         </>
       )}
       {found.changed_in_all > 0 && (
@@ -223,7 +222,7 @@ function Cells({ found, cells, measure, choose }: Part) {
   );
 }
 
-function Curves({ found, cells, measure, python, choose }: Part & { python: string }) {
+function Curves({ found, cells, measure, python, choose }: Part & { python: string | undefined }) {
   const series = useMemo(() => {
     return found.kinds.flatMap((_, kind) => {
       const layers = found.layers.filter((layer) => cells.has(cellKey({ kind, layer })));
@@ -233,7 +232,7 @@ function Curves({ found, cells, measure, python, choose }: Part & { python: stri
   }, [found, cells, measure]);
   if (!series.length) return null;
   return (
-    <Figure title="By layer" name="comparison.layers" note="a line for each kind; layers that are equal leave gaps" python={`${python}.plot(lines=True)`}>
+    <Figure title="By layer" name="comparison.layers" note="a line for each kind; layers that are equal leave gaps" python={python}>
       <LineChart
         series={series}
         label={`${MEASURES[measure]} by layer`}

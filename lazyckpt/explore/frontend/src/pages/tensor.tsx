@@ -10,12 +10,14 @@ import { sample, scaleOf, type Scale, type ScaleKind } from "../ui/colourscale";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { HeatMap, cellValue, type How, type Mark, type Outline, type Values } from "../ui/heatmap";
-import { CopyButton } from "../ui/python";
-import { around, partOf, partText, pythonIndex, rootTile, whole, type Size, type Tile } from "../ui/pyramid";
+import { CopyButton, Python, useLines } from "../ui/python";
+import { around, partOf, partText, rootTile, whole, type Size, type Tile } from "../ui/pyramid";
 import { shortNumber } from "../ui/axis";
 import { bytes, grouped, shownName } from "../ui/text";
 import "./tensor.css";
 
+/** The parameters of the page that its lines of Python depend on, besides those of the tensor. */
+const SAID = ["dims", "at", "view", "how", "scale", "range", "exact", "counts", "bins"];
 const LIVE = 512; // rows and columns of cells of the whole
 const REPORT = 64; // the same in a report
 /** How a report has its pictures: rounded means. */
@@ -84,7 +86,8 @@ function Tensor({ facts }: { facts: Facts }) {
   const [marks, setMarks] = useState<Mark[]>([]);
   const empty = size.height === 0 || size.width === 0;
   const part = partOf(params["view"]);
-  const python = facts.python + pythonIndex(part ?? whole(size), { ...plane, width: plane.wrap }, size);
+  const told = Object.fromEntries((api.live ? SAID : []).map((key) => [key, params[key]]));
+  const lines = useLines({ ...common, ...told });
   const look = (row: number, col: number) => go({ view: partText(around(row, col, size, { height: 470, width: 800 })) });
   const jump = (index: number[]) => {
     if (plane.ndim < 2) {
@@ -134,9 +137,9 @@ function Tensor({ facts }: { facts: Facts }) {
       ) : empty ? (
         <p class="quiet">The tensor has no elements.</p>
       ) : (
-        <Picture key={`${plane.query.dims}/${plane.query.at}`} {...{ facts, plane, common, marks, python, jump }} />
+        <Picture key={`${plane.query.dims}/${plane.query.at}`} {...{ facts, plane, common, marks, lines, jump }} />
       )}
-      <Cards {...{ facts, plane, common, jump, setMarks, empty: empty || facts.numbers === null }} part={part ?? whole(size)} size={size} live={api.live} />
+      <Cards {...{ facts, plane, common, lines, jump, setMarks, empty: empty || facts.numbers === null }} part={part ?? whole(size)} size={size} live={api.live} />
     </article>
   );
 }
@@ -148,11 +151,11 @@ interface PictureProps {
   plane: Plane;
   common: Record<string, string | undefined>;
   marks: Mark[];
-  python: string;
+  lines: Record<string, string>;
   jump(index: number[]): void;
 }
 
-function Picture({ facts, plane, common, marks, python }: PictureProps) {
+function Picture({ facts, plane, common, marks, lines }: PictureProps) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { size } = plane;
@@ -193,7 +196,7 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     const [low, high] = ends.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
     return (how === "absmax" ? [0, Math.max(-low, high)] : [low, high]) as [number, number];
   }, [root.value, how]);
-  const scale = useMemo(() => scaleOf(values, kind, range, full), [values, kind, range, full]);
+  const scale = useMemo(() => scaleOf(values, kind, range, full, how === "absmax"), [values, kind, range, full, how]);
   const dark = useDark();
   const table = useMemo(() => colourTable(scale.signed ? (dark ? "signedDark" : "signed") : "viridis"), [scale.signed, dark]);
   const outlines = useMemo<Outline[] | undefined>(() => {
@@ -231,7 +234,7 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     </>
   );
   return (
-    <Figure title={facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={`${facts.name}.values`} python={python}>
+    <Figure title={facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={`${facts.name}.values`} python={lines["heatmap"]}>
       <div class="tensor-tools">
         {api.live && option("how", "cells show", [["mean", "mean"], ["absmax", "largest |x|"], ["min", "minimum"], ["max", "maximum"]], how)}
         {option("scale", "colours", [["linear", "linear"], ["symlog", "symmetric log"], ["quantile", "quantiles"]], kind)}
@@ -303,6 +306,7 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
             colNorms={norms.value?.["cols"]}
           />
           <Legend scale={scale} table={table} what={root.value.single ? "value" : how} />
+          {norms.value && <Python code={lines["norms"]} />}
         </>
       )}
     </Figure>
