@@ -190,6 +190,8 @@ function Cells({ found, cells, measure, choose }: Part) {
   const kinds = found.kinds.map((_, kind) => kind).filter((kind) => layers.some((layer) => cells.has(cellKey({ kind, layer }))));
   const at = (r: number, c: number) => cells.get(cellKey({ kind: kinds[r]!, layer: layers[c]! }));
   const values = Float64Array.from(kinds.flatMap((_, r) => layers.map((_, c) => measured(at(r, c), measure))));
+  const said = kinds.some((_, r) => layers.some((_, c) => at(r, c)?.odd)) || values.some((value) => value > 0);
+  if (!said) return <p class="quiet">All tensors that are compared are equal: there is no difference to draw.</p>;
   return (
     <>
       <Grid

@@ -48,6 +48,8 @@ function TreeOf({ state }: { state: State }) {
   const unfolded = useMemo(() => keysOf(each), [each]);
   const weight = useMemo<Weight>(() => weightOf(sort, sums, state, tree, normSums), [sort, sums, normSums]);
   const rows = useMemo(() => visibleRows(tree, open, unfolded, weight), [tree, open, unfolded, weight]);
+  const curves = useMemo(() => rows.some((row) => row.series > 1), [rows]);
+  const room = useMemo(() => shapeRoom(state), [state]);
 
   useEffect(() => {
     const timer = setTimeout(() => state.names.warm(), 300);
@@ -241,7 +243,7 @@ function TreeOf({ state }: { state: State }) {
         </details>
       )}
       <div class={`tree-body${chosen ? " with-card" : ""}`}>
-        <div class="tree-list">
+        <div class="tree-list" style={{ "--tree-shape": `${room}px`, "--tree-norm": curves ? "168px" : "84px" }}>
           <div class={`tree-row tree-head${norms ? " with-norm" : ""}`} aria-hidden="true">
             <span>name</span>
             <span>shape</span>
@@ -402,6 +404,12 @@ function Mark({ kind, text, title }: { kind: string; text: string; title: string
       {text}
     </span>
   );
+}
+
+/** The width of the column of shapes and numbers of tensors, in pixels: what the longest takes, to some limit. */
+function shapeRoom(state: State): number {
+  const longest = state.kinds.reduce((n, { shape }) => Math.max(n, shape.join(", ").length + 2), `${grouped(state.names.count)} tensors`.length);
+  return Math.round(Math.min(148, Math.max(64, 7.9 * longest + 4)));
 }
 
 function labelOf(row: Row): string {
