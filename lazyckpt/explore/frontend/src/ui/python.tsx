@@ -41,7 +41,7 @@ export function useLines(params: Params): Record<string, string> {
     (signal) => (api.holds("python", asked) ? api.json<{ lines: Record<string, string> }>("python", asked, signal) : Promise.resolve({ lines: {} })),
     [JSON.stringify(asked)],
   );
-  return found.value && !found.loading ? found.value.lines : {};
+  return found.value?.lines ?? {}; // those before, until the new ones are here: nothing jumps
 }
 
 /** The line of Python that gives what is on screen. */
