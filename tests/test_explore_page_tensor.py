@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt import demo
 
 from .browser import Browser, chromium, running
 
@@ -74,6 +75,34 @@ def test_a_tensor_from_the_whole_to_one_element(browser: Browser, tmp_path: Path
         browser.driver.get(f"http://127.0.0.1:{server.port}/#/tensor?name=scalar")
         until(browser, "document.querySelector('.tensor-head h2')?.textContent.startsWith('scalar')")
         until(browser, "document.querySelector('.heatmap canvas')")
+
+
+def test_states_are_side_by_side_with_one_window(browser: Browser, tmp_path: Path) -> None:
+    demo.write(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    with lazyckpt.serve(tmp_path / "zero3") as server:
+        browser.driver.get(server.url)
+        browser.driver.get(f"http://127.0.0.1:{server.port}/#/tensor?name={name}&beside=exp_avg")
+        until(browser, "document.querySelectorAll('.tensor-beside canvas[tabindex]').length === 2")
+        until(
+            browser,
+            "(b => b && (b.click(), true))([...document.querySelectorAll('[aria-label=\"side by side\"] button')]"
+            ".find(e => e.textContent === '+ exp_avg_sq'))",
+        )
+        until(browser, "decodeURIComponent(location.hash).includes('beside=exp_avg,exp_avg_sq')")
+        until(browser, "document.querySelectorAll('.tensor-beside canvas[tabindex]').length === 3")
+        lines = (
+            "[...document.querySelectorAll('.tensor-beside .python code')].map(e => e.textContent)"
+            ".filter(e => e.includes('.plot.heatmap('))"
+        )
+        browser.all(".tensor-beside .heatmap canvas")[1].send_keys("+")
+        until(browser, "location.hash.includes('view=')")
+        found = until(browser, f"(all => all.every(e => e.includes('window=((8, 24), (18, 54))')) && all)({lines})")
+    plots = [eval(line.removeprefix("import lazyckpt; "), {"lazyckpt": lazyckpt}) for line in found]
+    view = lazyckpt.open(tmp_path / "zero3")
+    for plot, state in zip(plots, ("fp32", "exp_avg", "exp_avg_sq"), strict=True):
+        drawn = torch.tensor(plot.images[0].get_array())
+        assert torch.equal(drawn.float(), view.states[state][name][8:24, 18:54])
 
 
 def test_a_report_shows_pictures(browser: Browser, tmp_path: Path) -> None:

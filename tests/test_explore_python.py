@@ -176,6 +176,9 @@ def test_experts(tmp_path: Path) -> None:
     assert found["norms"].values.tolist() == asked(explorer, "experts")["norms"]
     assert found["likeness"].cosines.tolist() == asked(explorer, "experts/likeness", layer=2)["cosines"]
     assert found["experts"].images
+    nearest = asked(explorer, "experts/nearest", layer=2)["cosines"]
+    assert found["nearest"].values[1].tolist() == nearest
+    assert drawn(found["alike"])[1] == pytest.approx(nearest)
 
 
 def test_a_comparison(tmp_path: Path) -> None:
@@ -210,6 +213,13 @@ def test_a_run(tmp_path: Path) -> None:
     assert found["table"].kinds == (kind, "layers.*.b")
     first = lines(explorer, "tensor", name="layers.0.a", step=10)["tensor"]
     assert torch.equal(first[...], lazyckpt.open(tmp_path / "step_10" / "model.pt")["layers.0.a"][...])
+    pair = {"step": 10, "with": 20}
+    apart = lines(explorer, "compare", name="layers.0.a", **pair)
+    rows = asked(explorer, "compare/differences", **pair)["rows"]
+    assert [row.relative for row in apart["differences"]] == [row["relative"] for row in rows]
+    np.testing.assert_array_equal(
+        drawn(apart["picture"]), asked(explorer, "compare/tile", name="layers.0.a", **pair)["mean"]
+    )
     changed = lines(explorer, "tensor", name="layers.0.a", of="change")["heatmap"]
     np.testing.assert_array_equal(
         drawn(changed), asked(explorer, "tensor/tile", name="layers.0.a", of="change")["mean"]

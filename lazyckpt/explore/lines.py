@@ -47,8 +47,16 @@ def checkpoint(subject: Subject, query: Query) -> str:
     """Return the expression of the checkpoint that a request is about."""
     if subject.run is None:
         return opened(subject, subject.checkpoint(query))
-    steps = subject.run.steps
-    return f"{opened(subject, subject.view)}.at({query.number('step', steps[-1], min(steps), max(steps))})"
+    return f"{opened(subject, subject.view)}.at({subject.step(query)})"
+
+
+def compared(subject: Subject, query: Query) -> tuple[str, str]:
+    """Return the expressions of the two checkpoints, or the two steps of a run, that a request compares."""
+    if subject.run is None:
+        a, b = (opened(subject, view) for view in subject.pair(query))
+        return a, b
+    run = opened(subject, subject.view)
+    return f"{run}.at({subject.step(query)})", f"{run}.at({subject.other_step(query)})"
 
 
 def part(subject: Subject, query: Query) -> str:
@@ -295,15 +303,17 @@ def _of_experts(subject: Subject, query: Query) -> Lines:
     told = _call(view, int(layer) if _natural(layer) else repr(layer))
     return {
         "experts": complete(f"{view}.plot.experts()"),
+        "alike": complete(f"{view}.plot.experts('likeness')"),
+        "nearest": complete(f"lazyckpt.inspect.expert_likeness.nearest_experts({view})", "inspect.expert_likeness"),
         "norms": complete(f"lazyckpt.inspect.expert_norms.expert_norms({view})", "inspect.expert_norms"),
         "likeness": complete(f"lazyckpt.inspect.expert_likeness.expert_likeness({told})", "inspect.expert_likeness"),
     }
 
 
 def _of_comparison(subject: Subject, query: Query) -> Lines:
-    if subject.other is None:
-        raise DataError("this explorer shows one checkpoint, and nothing to compare it with")
-    a, b = (opened(subject, view) + _state(view, query) for view in (subject.view, subject.other))
+    a, b = (
+        line + _state(view, query) for line, view in zip(compared(subject, query), subject.pair(query), strict=True)
+    )
     found = {
         "differences": complete(f"lazyckpt.diff({a}, {b})"),
         "grid": complete(f"lazyckpt.diff({a}, {b}).plot()"),

@@ -17,6 +17,7 @@ from ..errors import DataError
 from ..layouts.stages import expert_of
 from ..lazy import LazyArray
 from .expert_norms import parts_of
+from .layers import Layers
 from .numbers import number_shape, numbers
 
 if TYPE_CHECKING:
@@ -53,6 +54,20 @@ class Likeness:
     exact: bool
     read: int
     nbytes: int
+
+    def nearest(self) -> tuple[list[int | None], NDArray[np.float64]]:
+        """Return, for each expert, the number of the other expert with the largest cosine to it, and that cosine.
+
+        Of an expert that is zero or not finite, and of a single one, they are None and NaN.
+        """
+        others = self.cosines.copy()
+        np.fill_diagonal(others, -np.inf)
+        others[np.isnan(others)] = -np.inf
+        best = others.argmax(axis=1)
+        largest = others[np.arange(len(best)), best]
+        good = np.isfinite(largest)
+        found = [self.experts[n] if yes else None for n, yes in zip(best.tolist(), good.tolist(), strict=True)]
+        return found, np.where(good, largest, np.nan)
 
 
 def expert_likeness(
@@ -112,6 +127,49 @@ def expert_likeness(
     norms = gram.diagonal().sqrt()
     cosines = (gram / torch.outer(norms, norms)).clamp(-1, 1)
     return Likeness(str(layer), experts, cosines.numpy(), read == nbytes, read, nbytes)
+
+
+def nearest_experts(
+    tensors: Mapping[str, LazyArray], most: int = SAMPLE, check: Callable[[], None] = lambda: None
+) -> Layers:
+    """Return, for each expert, the largest cosine of the angles to the other experts of its layer: twins have 1.
+
+    Parameters
+    ----------
+    tensors
+        Tensors by full name. Those of no expert are not read.
+    most
+        Bytes to read at most of each layer: above, evenly spaced rows are read.
+    check
+        Called between blocks; what it raises ends the work.
+
+    Returns
+    -------
+    Layers
+        Rows and columns as by `expert_norms`. A layer whose experts cannot be compared has the mark "?" in each cell.
+
+    Raises
+    ------
+    DataError
+        There are no experts.
+    """
+    cells: dict[str, set[int]] = {}
+    for _, (layer, expert), _ in parts_of(tensors):
+        cells.setdefault(layer, set()).add(expert)
+    if not cells:
+        raise DataError("no tensor of this view is of an expert: there is nothing to compare")
+    layers = tuple(cells)
+    experts = tuple(sorted({expert for each in cells.values() for expert in each}))
+    values = np.full((len(layers), len(experts)), np.nan)
+    marks: dict[tuple[str, int | None], str] = {}
+    for n, layer in enumerate(layers):
+        try:
+            found = expert_likeness(tensors, layer, most, check)
+        except DataError:
+            marks |= {(layer, expert): "?" for expert in cells[layer]}
+            continue
+        values[n, [experts.index(expert) for expert in found.experts]] = found.nearest()[1]
+    return Layers("likeness", layers, experts, values, {}, marks)
 
 
 def _numbers(block: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..core.units import plural
 from ..derive.arithmetic import difference
 from ..errors import DataError
+from ..inspect.expert_likeness import nearest_experts
 from ..inspect.expert_norms import expert_norms
 from ..inspect.stats import Bins
 from ..lazy import LazyArray
@@ -92,28 +93,37 @@ class ViewPlots:
         """
         return draw_architecture(self._view, quantity, ax, by)
 
-    def experts(self, *, ax: Axes | None = None) -> Axes:
-        """Plot the L2 norm of every expert of a mixture of experts: a row for each layer, a column for each expert.
+    def experts(self, quantity: Literal["norm", "likeness"] = "norm", *, ax: Axes | None = None) -> Axes:
+        """Plot a quantity of every expert of a mixture of experts: a row for each layer, a column for each expert.
 
         The norm is that of all tensors of the expert together. Colours show it in units of the median of the layer,
-        which is written at the right. Cells are marked as by `layers`. The experts are read once.
+        which is written at the right. The likeness is the largest cosine of the angles to the other experts of the
+        layer: twins have 1. Cells are marked as by `layers`. The experts are read once; for the likeness at most
+        256 MiB of a layer, of more evenly spaced rows.
 
         Parameters
         ----------
+        quantity
+            "norm" (L2) or "likeness".
         ax
             Axes to draw into; None creates a figure.
 
         Raises
         ------
         DataError
-            If the view has no experts, or matplotlib is not installed.
+            If the view has no experts, there is no such quantity, or matplotlib is not installed.
         """
+        if quantity not in ("norm", "likeness"):
+            raise DataError(f"experts have no quantity {quantity!r}: it is 'norm' or 'likeness'")
         import_matplotlib()
         view = self._view
-        found = expert_norms({view.full_name(name): t for name, t in view.once()[0].items()})
+        tensors = {view.full_name(name): t for name, t in view.once()[0].items()}
+        norms = quantity == "norm"
+        found = expert_norms(tensors) if norms else nearest_experts(tensors)
         notes = [f"{plural(len(found.layers), 'expert')} in {plural(len(found.kinds), 'layer')}", f"state {view.state}"]
-        label, names = "L2 norm / median of its layer", ("layer", "expert")
-        return layer_map(found, ax, "Norms of experts", notes, "kind", label, names)
+        title = "Norms of experts" if norms else "The most alike expert"
+        label = "L2 norm / median of its layer" if norms else "largest cosine to another expert"
+        return layer_map(found, ax, title, notes, "kind" if norms else "linear", label, ("layer", "expert"))
 
     def ranks(
         self,

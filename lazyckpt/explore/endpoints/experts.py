@@ -67,6 +67,54 @@ def likeness(subject: Subject, query: Query) -> dict[str, Any]:
     }
 
 
+def layers(subject: Subject, query: Query) -> dict[str, Any]:
+    """List the layers that have experts. Nothing is read.
+
+    Parameters of the request: those of `Subject.part`.
+
+    Returns
+    -------
+    dict
+        ``layers``, as ``experts`` names them; ``experts``, their numbers; ``reads``, for each layer the bytes that
+        ``experts/likeness`` and ``experts/nearest`` read.
+    """
+    sizes: dict[str, int] = {}
+    numbers: set[int] = set()
+    for _, (layer, expert), t in parts_of(_tensors(subject.part(query))):
+        sizes[layer] = sizes.get(layer, 0) + t.nbytes
+        numbers.add(expert)
+    return {
+        "layers": list(sizes),
+        "experts": sorted(numbers),
+        "reads": [min(nbytes, SAMPLE) for nbytes in sizes.values()],
+    }
+
+
+def nearest(subject: Subject, query: Query) -> dict[str, Any]:
+    """Find the most alike other expert of each expert of a layer, as ``experts/likeness`` compares them.
+
+    Parameters of the request: those of ``experts/likeness``.
+
+    Returns
+    -------
+    dict
+        ``layer``; ``experts``; ``nearest``, for each the number of the other expert with the largest cosine, or null if
+        it is zero or not finite; ``cosines``, that cosine, or "NaN"; ``exact``, ``read``, ``nbytes``.
+    """
+    layer = query.text("layer", "0")
+    found = expert_likeness(_tensors(subject.part(query)), layer, SAMPLE, query.check)
+    others, cosines = found.nearest()
+    return {
+        "layer": found.layer,
+        "experts": found.experts,
+        "nearest": others,
+        "cosines": cosines.tolist(),
+        "exact": found.exact,
+        "read": found.read,
+        "nbytes": found.nbytes,
+    }
+
+
 def _tensors(view: View) -> dict[str, LazyArray]:
     return {view.full_name(name): t for name, t in view.once()[0].items()}
 
@@ -83,10 +131,18 @@ def _report(subject: Subject) -> Iterator[Wanted]:
         sizes[layer] = sizes.get(layer, 0) + effort(t.nbytes, 1)
     if sizes:
         yield Wanted("experts", {}, sum(sizes.values()))
+        yield Wanted("experts/layers", {})
     for n, (layer, nbytes) in enumerate(sizes.items()):
         yield Wanted("experts/likeness", {"layer": layer}, min(nbytes, SAMPLE), MORE if n else FIRST)
         yield Wanted("python", {"page": "experts", "layer": layer}, level=MORE)
+    for layer, nbytes in sizes.items():
+        yield Wanted("experts/nearest", {"layer": layer}, min(nbytes, SAMPLE), MORE)
 
 
-ENDPOINTS = {"experts": experts, "experts/likeness": likeness}
+ENDPOINTS = {
+    "experts": experts,
+    "experts/layers": layers,
+    "experts/likeness": likeness,
+    "experts/nearest": nearest,
+}
 REPORT = _report

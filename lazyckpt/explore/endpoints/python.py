@@ -24,8 +24,9 @@ def python(subject: Subject, query: Query) -> dict[str, Any]:
 
 
 def _report(subject: Subject) -> Iterator[Wanted]:
-    of_kind = {"comparison": ["compare"], "run": ["run"]}.get(subject.kind, [])
-    for page in ("architecture", "ranks", *of_kind):
+    steps = subject.run.steps if subject.run is not None else ()
+    more = [*["compare"] * (subject.other is not None or len(steps) > 1), *["run"] * bool(steps)]
+    for page in ("architecture", "ranks", *more):
         yield Wanted("python", {"page": page}, level=MORE)
 
 

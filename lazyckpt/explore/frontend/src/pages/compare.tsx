@@ -1,4 +1,4 @@
-// Two checkpoints side by side: how far their tensors are apart, by layer and kind, and which names are not in both.
+// Two checkpoints, or two steps of a run, side by side: how far their tensors are apart, by layer and kind, and which names are not in both.
 
 import { useMemo, useRef, useState } from "preact/hooks";
 import { byCell, byKind, cellKey, farness, measured, type Difference, type Fold, type Measure } from "../compare/fold";
@@ -6,6 +6,7 @@ import { useDifferences, type Compared, type Progress } from "../compare/load";
 import { DifferencePicture } from "../compare/picture";
 import { DifferenceTree, kindText, relativeText } from "../compare/tree";
 import { useExplorer, useLoaded } from "../context";
+import { ComparedSteps } from "../parts/steps";
 import { shortNumber } from "../ui/axis";
 import { colourTable, css } from "../ui/colours";
 import { Failure } from "../ui/failure";
@@ -22,20 +23,24 @@ const CIVIDIS = colourTable("cividis");
 const MEASURES: Record<Measure, string> = { relative: "‖a − b‖ / ‖a‖", angle: "1 − cosine" };
 
 export function ComparePage() {
-  const { api, route, go } = useExplorer();
+  const { api, about, route, go } = useExplorer();
   const { state, name, measure: asked, list = "folded" } = route.params;
   const measure: Measure = asked === "angle" ? "angle" : "relative";
-  const loaded = useLoaded((signal) => api.json<Compared>("compare", { state }, signal), [state]);
+  const isRun = about.kind === "run";
+  const [step, other] = isRun ? [route.params["step"], route.params["with"]] : [];
+  const pair = useMemo(() => ({ state, step, with: other }), [state, step, other]);
+  const loaded = useLoaded((signal) => api.json<Compared>("compare", pair, signal), [pair]);
   const found = loaded.value;
   const [start, setStart] = useState(false);
-  const progress = useDifferences(api, state, found, !!found && (start || !api.live || found.nbytes <= ASKED));
+  const progress = useDifferences(api, pair, found, !!found && (start || !api.live || found.nbytes <= ASKED));
   const [open, setOpen] = useState<ReadonlySet<number>>(new Set());
   const picture = useRef<HTMLDivElement>(null);
   const kinds = useMemo(() => byKind(progress.rows), [progress.rows]);
   const cells = useMemo(() => byCell(progress.rows), [progress.rows]);
-  const lines = useLines({ state });
-  if (loaded.error) return <Failure error={loaded.error} />;
-  if (!found) return <p class="quiet">Comparing names …</p>;
+  const lines = useLines({ ...pair });
+  const steps = isRun && api.live && <ComparedSteps />;
+  if (loaded.error) return <div>{steps}<Failure error={loaded.error} /></div>;
+  if (!found) return <div>{steps}<p class="quiet">Comparing names …</p></div>;
   const colour = colourOf(kinds);
   const choose = (row: Difference | undefined) => {
     if (!row || !["values", "dtype", "equal"].includes(row.status)) return;
@@ -45,6 +50,8 @@ export function ComparePage() {
   const chosen = name !== undefined && progress.rows.some((row) => row.name === name) ? name : undefined;
   return (
     <div class="compare">
+      {steps}
+      {found.steps && !api.live && <p>A is step {grouped(found.steps[0])}, B is step {grouped(found.steps[1])}.</p>}
       <Summary {...{ found, progress, start: () => setStart(true) }} />
       {progress.error && <Failure error={progress.error} />}
       {progress.rows.length > 0 && (
@@ -103,7 +110,7 @@ export function ComparePage() {
             )}
           </section>
           <Python code={lines["differences"]} />
-          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} />}</div>
+          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} pair={pair} steps={found.steps} />}</div>
         </>
       )}
       {found.changed_in_all > 0 && (

@@ -23,13 +23,27 @@ interface Updates extends Layers {
 
 export function OptimizerPage() {
   const { about, route, go } = useExplorer();
-  const side = about.sides[0]!;
+  const which = route.params["side"] === "b" ? 1 : 0;
+  const side = about.sides[which] ?? about.sides[0]!;
   const names = side.states.map(({ name }) => name);
   const moments = names.filter((name) => name !== side.state && name !== "fp32" && name !== "weights");
-  const state = route.params["state"] ?? moments[0] ?? side.state;
+  const asked = route.params["state"];
+  const state = asked !== undefined && names.includes(asked) ? asked : (moments[0] ?? side.state);
   const quantity = route.params["of"] ?? "rms";
   const chosen = side.states.find(({ name }) => name === state);
   const whole = side.states.reduce((sum, { nbytes }) => sum + nbytes, 0);
+  if (names.length < 2) {
+    // the page is there for the other side of a comparison
+    const [here, there] = which ? ["B", "A"] : ["A", "B"];
+    return (
+      <p>
+        {here} has no states of an optimizer.{" "}
+        <button type="button" class="small" onClick={() => go({ side: which ? undefined : "b", state: undefined }, undefined, true)}>
+          Show those of {there}
+        </button>
+      </p>
+    );
+  }
   return (
     <>
       <section aria-label="States">
@@ -53,12 +67,12 @@ export function OptimizerPage() {
             </select>
           </label>
         </p>
-        <Ask key={state} reads={chosen?.nbytes ?? 0} what={`quantities of ${state}`}>
+        <Ask key={`${which} ${state}`} reads={chosen?.nbytes ?? 0} what={`quantities of ${state}`}>
           {() => <State state={state} quantity={quantity} />}
         </Ask>
       </section>
       <section aria-label="Last step">
-        <Ask reads={whole} what="the optimizer's last step">
+        <Ask key={which} reads={whole} what="the optimizer's last step">
           {() => <LastStep state={state} />}
         </Ask>
       </section>
@@ -77,7 +91,7 @@ const QUANTITIES: Record<string, string> = {
 function State({ state, quantity }: { state: string; quantity: string }) {
   const { api, about, route, go } = useExplorer();
   const { step, side } = route.params;
-  const own = state === about.sides[0]!.state ? undefined : state;
+  const own = state === (about.sides[side === "b" ? 1 : 0] ?? about.sides[0]!).state ? undefined : state;
   const { value, error } = useLoaded((signal) => api.json<StateLayers>("layers", { state: own, step, side }, signal), [own, step, side]);
   const lines = useLines({ state, step, side, of: quantity === "rms" ? undefined : quantity });
   if (error) return <Failure error={error} />;

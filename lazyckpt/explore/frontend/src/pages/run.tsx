@@ -4,6 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { shortNumber } from "../ui/axis";
 import { colourTable, css } from "../ui/colours";
+import { CompareWith } from "../parts/steps";
 import { Failure } from "../ui/failure";
 import { Figure, SaveButtons } from "../ui/figure";
 import { Legend } from "../ui/grid";
@@ -86,6 +87,7 @@ export function RunPage() {
             {place + 1} of {grouped(found.steps.length)}
           </span>
         </label>
+        <CompareWith step={found.steps[place]!} />
         <label>
           quantity
           <select value={quantity} onChange={(event) => go({ quantity: event.currentTarget.value === "norm" ? undefined : event.currentTarget.value }, undefined, true)}>
