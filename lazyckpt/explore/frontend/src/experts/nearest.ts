@@ -53,6 +53,7 @@ export function cellsOf({ layers, experts }: ExpertLayers, { found, failed }: Pi
   });
 }
 
+const OFTEN = 250; // milliseconds between pictures of what is known so far
 const NOTHING: Progress = { found: new Map(), failed: new Map(), reading: false };
 
 /** Compares the experts of one layer after another while `wanted`; what is found stays. */
@@ -61,14 +62,20 @@ export function useNearest(api: Api, view: Params, listed: ExpertLayers | undefi
   const held = useRef<{ of: unknown; progress: Progress }>({ of: undefined, progress: NOTHING });
   useEffect(() => {
     if (held.current.of !== listed) held.current = { of: listed, progress: NOTHING };
-    const tell = (now: Progress) => setProgress((held.current.progress = now));
+    let told = 0;
+    const tell = (now: Progress) => {
+      held.current.progress = now;
+      if (now.reading && Date.now() - told < OFTEN) return;
+      told = Date.now();
+      setProgress(now);
+    };
     if (!listed || !wanted) return tell({ ...held.current.progress, reading: false });
     const controller = new AbortController();
     void (async () => {
       for (const layer of listed.layers) {
         const { found, failed } = held.current.progress;
         if (found.has(layer) || failed.has(layer)) continue;
-        tell({ found, failed, reading: true });
+        if (!told) tell({ found, failed, reading: true });
         try {
           const one = await api.json<Nearest>("experts/nearest", { ...view, layer }, controller.signal);
           if (controller.signal.aborted) return;

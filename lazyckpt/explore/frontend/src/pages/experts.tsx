@@ -132,7 +132,7 @@ function MostAlike() {
       </Figure>
       {progress.error && <Failure error={progress.error} />}
       <p class="quiet" role="status">
-        {twins ? `${grouped(twins)} experts have a cosine above ${TWINS} to another (marked =).` : done ? `No expert has a cosine above ${TWINS} to another.` : ""}
+        {twins ? `${grouped(twins)} experts have a cosine above ${TWINS} to another (marked =).` : done ? `${done < all ? "So far no" : "No"} expert has a cosine above ${TWINS} to another.` : ""}
         {done > 0 && done < all && ` ${grouped(all - done)} layers are not compared${api.live ? "" : ": this report does not hold them"}.`}
       </p>
       {[...progress.failed].slice(0, 1).map(([layer, why]) => (
