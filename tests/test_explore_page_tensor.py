@@ -105,6 +105,26 @@ def test_states_are_side_by_side_with_one_window(browser: Browser, tmp_path: Pat
         assert torch.equal(drawn.float(), view.states[state][name][8:24, 18:54])
 
 
+def test_the_lines_of_python_run(browser: Browser, tmp_path: Path) -> None:
+    expert = "model.layers.{}.mlp.experts.{}.up_proj.weight"
+    torch.save({expert.format(n, e): torch.randn(6, 8).bfloat16() for n in (0, 1) for e in (0, 1)}, tmp_path / "moe.pt")
+    name = expert.format(1, 0)
+    routes = {f"tree?name={name}": 1, f"tensor?name={name}": 7, "architecture?unit=elements": 4, "experts?layer=1": 3}
+    codes = "[...document.querySelectorAll('.python code')].map(c => c.textContent)"
+    with lazyckpt.serve(tmp_path / "moe.pt") as server:
+        browser.driver.get(server.url)
+        lines = []
+        for route, count in routes.items():
+            browser.driver.get(f"http://127.0.0.1:{server.port}/#/{route}")
+            page = route.partition("?")[0]
+            lines += until(
+                browser, f"location.hash.startsWith('#/{page}') && (c => c.length === {count} && c)({codes})"
+            )
+    for line in lines:
+        exec(line, {})
+    assert sum(name in line for line in lines) == 8
+
+
 def test_a_report_shows_pictures(browser: Browser, tmp_path: Path) -> None:
     torch.save({"w": torch.randn(300, 200)}, tmp_path / "model.pt")
     lazyckpt.open(tmp_path / "model.pt").report(tmp_path / "out.html")
