@@ -197,6 +197,11 @@ def draw_explore_tensor(folder: Path, target: Path) -> None:
     shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 1290)
 
 
+def draw_explore_beside(folder: Path, target: Path) -> None:
+    """A weight and its moments side by side."""
+    shoot_explorer(folder, "zero3", f"tensor?name={NAME}&beside=exp_avg,exp_avg_sq", target, 760)
+
+
 def draw_explore_architecture(folder: Path, target: Path) -> None:
     """The page of the architecture."""
     shoot_explorer(folder, "zero3", "architecture", target, 900)

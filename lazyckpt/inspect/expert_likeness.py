@@ -94,12 +94,28 @@ def expert_likeness(
     DataError
         The layer has no experts, their tensors have different shapes, or elements that are no numbers.
     """
-    kinds: dict[str, dict[int, LazyArray]] = {}
-    for name, (at, expert), t in parts_of(tensors):
-        if at == str(layer):
-            found = expert_of(name)
-            kind = found.layer + "*" + found.tail if found is not None else name.rpartition("[")[0]
-            kinds.setdefault(kind, {})[expert] = t
+    return likeness_of(experts_by_layer(tensors), layer, most, check)
+
+
+Parts = Mapping[str, Mapping[str, Mapping[int, LazyArray]]]
+"""Layer -> kind of an expert's tensors -> number of the expert -> tensor."""
+
+
+def experts_by_layer(tensors: Mapping[str, LazyArray]) -> Parts:
+    """Return the tensors of the experts of each layer, which is named as by `expert_norms`. Reads nothing."""
+    layers: dict[str, dict[str, dict[int, LazyArray]]] = {}
+    for name, (layer, expert), t in parts_of(tensors):
+        found = expert_of(name)
+        kind = found.layer + "*" + found.tail if found is not None else name.rpartition("[")[0]
+        layers.setdefault(layer, {}).setdefault(kind, {})[expert] = t
+    return layers
+
+
+def likeness_of(
+    parts: Parts, layer: int | str, most: int = SAMPLE, check: Callable[[], None] = lambda: None
+) -> Likeness:
+    """Return the cosines between the experts of a layer, as `expert_likeness`, which it is for several layers."""
+    kinds = parts.get(str(layer))
     if not kinds:
         raise DataError(f"layer {layer} has no experts: expert_norms() lists those that have")
     experts = tuple(sorted({expert for each in kinds.values() for expert in each}))
@@ -153,20 +169,18 @@ def nearest_experts(
     DataError
         There are no experts.
     """
-    cells: dict[str, set[int]] = {}
-    for _, (layer, expert), _ in parts_of(tensors):
-        cells.setdefault(layer, set()).add(expert)
-    if not cells:
+    parts = experts_by_layer(tensors)
+    if not parts:
         raise DataError("no tensor of this view is of an expert: there is nothing to compare")
-    layers = tuple(cells)
-    experts = tuple(sorted({expert for each in cells.values() for expert in each}))
+    layers = tuple(parts)
+    experts = tuple(sorted({expert for kinds in parts.values() for each in kinds.values() for expert in each}))
     values = np.full((len(layers), len(experts)), np.nan)
     marks: dict[tuple[str, int | None], str] = {}
     for n, layer in enumerate(layers):
         try:
-            found = expert_likeness(tensors, layer, most, check)
+            found = likeness_of(parts, layer, most, check)
         except DataError:
-            marks |= {(layer, expert): "?" for expert in cells[layer]}
+            marks |= {(layer, expert): "?" for each in parts[layer].values() for expert in each}
             continue
         values[n, [experts.index(expert) for expert in found.experts]] = found.nearest()[1]
     return Layers("likeness", layers, experts, values, {}, marks)

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ...inspect.expert_likeness import SAMPLE, expert_likeness
+from ...inspect.expert_likeness import SAMPLE, Parts, experts_by_layer, likeness_of
 from ...inspect.expert_norms import expert_norms, parts_of
 from ...lazy import LazyArray
 from ..query import Query
 from ..subject import FIRST, MORE, Subject, View, Wanted, effort
 
+_KEY = "experts by layer"  # of `Namespace.kept`
 _MANY = 65_536  # tensors, beyond which a report has nothing of experts
 
 
@@ -56,7 +57,7 @@ def likeness(subject: Subject, query: Query) -> dict[str, Any]:
         ``nbytes``, the bytes that were read and those of all experts of the layer.
     """
     layer = query.text("layer", "0")
-    found = expert_likeness(_tensors(subject.part(query)), layer, SAMPLE, query.check)
+    found = likeness_of(_parts(subject.part(query)), layer, SAMPLE, query.check)
     return {
         "layer": found.layer,
         "experts": found.experts,
@@ -78,15 +79,12 @@ def layers(subject: Subject, query: Query) -> dict[str, Any]:
         ``layers``, as ``experts`` names them; ``experts``, their numbers; ``reads``, for each layer the bytes that
         ``experts/likeness`` and ``experts/nearest`` read.
     """
-    sizes: dict[str, int] = {}
-    numbers: set[int] = set()
-    for _, (layer, expert), t in parts_of(_tensors(subject.part(query))):
-        sizes[layer] = sizes.get(layer, 0) + t.nbytes
-        numbers.add(expert)
+    parts = _parts(subject.part(query))
+    sizes = [sum(t.nbytes for each in kinds.values() for t in each.values()) for kinds in parts.values()]
     return {
-        "layers": list(sizes),
-        "experts": sorted(numbers),
-        "reads": [min(nbytes, SAMPLE) for nbytes in sizes.values()],
+        "layers": list(parts),
+        "experts": sorted({expert for kinds in parts.values() for each in kinds.values() for expert in each}),
+        "reads": [min(nbytes, SAMPLE) for nbytes in sizes],
     }
 
 
@@ -102,7 +100,7 @@ def nearest(subject: Subject, query: Query) -> dict[str, Any]:
         it is zero or not finite; ``cosines``, that cosine, or "NaN"; ``exact``, ``read``, ``nbytes``.
     """
     layer = query.text("layer", "0")
-    found = expert_likeness(_tensors(subject.part(query)), layer, SAMPLE, query.check)
+    found = likeness_of(_parts(subject.part(query)), layer, SAMPLE, query.check)
     others, cosines = found.nearest()
     return {
         "layer": found.layer,
@@ -113,6 +111,14 @@ def nearest(subject: Subject, query: Query) -> dict[str, Any]:
         "read": found.read,
         "nbytes": found.nbytes,
     }
+
+
+def _parts(view: View) -> Parts:
+    """Return the experts' tensors by layer; they are found once."""
+    found: Parts | None = view.kept.get(_KEY)
+    if found is None:
+        found = view.kept[_KEY] = experts_by_layer(_tensors(view))
+    return found
 
 
 def _tensors(view: View) -> dict[str, LazyArray]:
