@@ -66,7 +66,7 @@ def test_two_checkpoints_are_compared(page: Callable[..., Page], tmp_path: Path)
     compare.browser.js(f"{tree}.find(e => e.textContent.includes('layers.2.up')).click()")
     compare.until("document.querySelector('.compare canvas')")
     assert "name=layers.2.up.weight" in compare.browser.js("return location.hash")
-    assert "plot.heatmap()" in compare.browser.js("return document.querySelector('.compare').textContent")
+    assert ".plot.difference(" in compare.browser.js("return document.querySelector('.compare').textContent")
 
     compare.go("#/compare?list=all&measure=angle")
     table = compare.until("document.querySelector('[aria-label=differences]')?.textContent")

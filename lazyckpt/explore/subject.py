@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from ..derive.arithmetic import difference
-from ..derive.sources import opening_of
 from ..derive.updates import Steps, steps_of
 from ..errors import DataError, TensorNotFoundError
 from ..lazy import LazyArray
@@ -204,17 +203,6 @@ _EACH = 64 << 10  # bytes that could be read in the time that one more tensor ta
 def effort(nbytes: int, tensors: int) -> int:
     """Return what reading tensors costs, in bytes: many small ones cost more than their bytes."""
     return nbytes + tensors * _EACH
-
-
-def python_of(subject: Subject, view: View) -> str:
-    """Return the expression of Python for a checkpoint of a subject: the call that opens it, or a variable's name if
-    the explorer was given a view that no such call returns."""
-    return opening_of(view) or ("other" if view is subject.other else "view")
-
-
-def python_of_step(subject: Subject, step: int) -> str:
-    """Return the expression of Python for the checkpoint of a step of a run."""
-    return f"lazyckpt.open_run({subject.view.root!r}).at({step})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,9 @@ from ...inspect.layers import arranged
 from ...lazy import LazyArray
 from ...show.differences import changed_prefix
 from ..choice import picture_values
+from ..lines import compared
 from ..query import Query
-from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted, effort, python_of, python_of_step
+from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted, effort
 from .values import picture
 
 _AT_ONCE = 64 << 20  # bytes of both checkpoints that an answer compares
@@ -86,7 +87,7 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     return {
         "paths": [printable(place_of(view)) for view in pair],
         "steps": steps,
-        "python": [python_of_step(subject, step) for step in steps or ()] or [python_of(subject, one) for one in pair],
+        "python": list(compared(subject, query)),
         "names": len(found.names),
         "both": sum(row.status in ("equal", "dtype") for row in found.rows),
         "nbytes": found.ends[-1],

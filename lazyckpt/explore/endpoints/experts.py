@@ -140,6 +140,7 @@ def _report(subject: Subject) -> Iterator[Wanted]:
         yield Wanted("experts/layers", {})
     for n, (layer, nbytes) in enumerate(sizes.items()):
         yield Wanted("experts/likeness", {"layer": layer}, min(nbytes, SAMPLE), MORE if n else FIRST)
+        yield Wanted("python", {"page": "experts", "layer": layer}, level=MORE)
     for layer, nbytes in sizes.items():
         yield Wanted("experts/nearest", {"layer": layer}, min(nbytes, SAMPLE), MORE)
 

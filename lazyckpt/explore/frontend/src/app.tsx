@@ -146,7 +146,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
       <div class="frame" ref={frame}>
         <header class="top">
           <div class="top-line">
-            <h1>{shownName(title)}</h1>
+            <h1 title={shownName(title)}>{shownName(sides.length > 1 ? tails(sides.map(({ place }) => place)).join(" and ") : title)}</h1>
             <p class="top-facts">
               {kind === "checkpoint" ? side.format : kind} · {count(side.numel)} parameters · {bytes(side.nbytes)} ·{" "}
               {grouped(side.tensors)} {side.tensors === 1 ? "tensor" : "tensors"} in {grouped(side.files)}{" "}
@@ -160,8 +160,11 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
                   value={route.params["side"] ?? "a"}
                   onChange={(event) => context.go({ side: event.currentTarget.value === "b" ? "b" : undefined })}
                 >
-                  <option value="a">A: {shownName(sides[0]!.root)}</option>
-                  <option value="b">B: {shownName(sides[1]!.root)}</option>
+                  {tails(sides.map(({ place }) => place)).map((text, n) => (
+                    <option key={n} value={"ab"[n]} title={shownName(sides[n]!.place)}>
+                      {"AB"[n]}: {shownName(text, 40)}
+                    </option>
+                  ))}
                 </select>
               )}
               {kind === "run" && <StepSwitch />}
@@ -211,6 +214,17 @@ function Silence() {
       the cell again.
     </p>
   );
+}
+
+/** The ends of two paths, as long as tells them apart. */
+function tails(places: string[]): string[] {
+  const parts = places.map((place) => place.split("/").filter(Boolean));
+  const most = Math.max(...parts.map((one) => one.length));
+  for (let n = 1; n <= most; n += 1) {
+    const found = parts.map((one) => one.slice(-n).join("/"));
+    if (new Set(found).size === found.length) return found;
+  }
+  return places;
 }
 
 function StateSwitch({ side, context }: { side: Side; context: Context }) {

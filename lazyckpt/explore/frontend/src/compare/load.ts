@@ -12,7 +12,6 @@ export interface Compared {
   /** The two steps of a run. */
   steps: [number, number] | null;
   paths: [string, string];
-  python: [string, string];
   names: number;
   both: number;
   nbytes: number;

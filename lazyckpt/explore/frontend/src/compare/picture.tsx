@@ -12,7 +12,7 @@ import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { HeatMap, type Values } from "../ui/heatmap";
 import { partOf, partText, rootTile, type Tile } from "../ui/pyramid";
-import { pyText } from "../ui/python";
+import { useLines } from "../ui/python";
 import { grouped, shownName } from "../ui/text";
 
 const MOST = 512; // rows and columns of cells of the whole
@@ -22,19 +22,18 @@ interface Props {
   pair: Pair;
   /** The two steps of a run. */
   steps: [number, number] | null;
-  python: [string, string];
 }
 
-export function DifferencePicture({ name, pair, steps, python }: Props) {
+export function DifferencePicture({ name, pair, steps }: Props) {
   const { api } = useExplorer();
   const { state, step } = pair;
   const facts = useLoaded((signal) => api.json<Facts>("tensor", { name, state, step }, signal), [name, state, step]);
   if (facts.error) return <Failure error={facts.error} />;
   if (!facts.value || facts.value.name !== name) return <p class="compare-wait quiet">reading {shownName(name)} …</p>;
-  return <Picture key={`${name}/${state}/${steps}`} {...{ pair, steps, python }} facts={facts.value} />;
+  return <Picture key={`${name}/${state}/${steps}`} {...{ pair, steps }} facts={facts.value} />;
 }
 
-function Picture({ facts, pair, steps, python }: Omit<Props, "name"> & { facts: Facts }) {
+function Picture({ facts, pair, steps }: Omit<Props, "name"> & { facts: Facts }) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { name } = facts;
@@ -64,9 +63,7 @@ function Picture({ facts, pair, steps, python }: Omit<Props, "name"> & { facts: 
     if (plane.ndim === 1) return `[${row * (plane.wrap ?? 0) + col}]`;
     return `[${Array.from({ length: plane.ndim }, (_, n) => (n === plane.row ? row : n === plane.col ? col : (plane.at.get(n) ?? ":"))).join(", ")}]`;
   };
-  const { state } = params;
-  const part = state === "stored" ? ".stored" : state ? `.states[${pyText(state)}]` : "";
-  const [a, b] = python.map((view) => view + part) as [string, string];
+  const lines = useLines({ page: "compare", name, ...pair, dims: params["dims"], at: params["at"], view: params["view"], scale: params["scale"], range: "full" });
   // a run shows the step of that side, which is then compared with the other one
   const look = (n: 0 | 1) => go(!steps ? { name, side: n ? "b" : undefined } : api.live ? { name, step: String(steps[n]), with: String(steps[1 - n]) } : { name }, "tensor");
   return (
@@ -98,7 +95,7 @@ function Picture({ facts, pair, steps, python }: Omit<Props, "name"> & { facts: 
           )}
         </>
       }
-      python={`(${a} - ${b})[${pyText(name)}].plot.heatmap()`}
+      python={lines["picture"]}
     >
       {root.error ? (
         <Failure error={root.error} />

@@ -13,7 +13,7 @@ import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
 import { LineChart } from "../ui/line";
-import { Python, pyText } from "../ui/python";
+import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
 import { bytes, grouped, shownName } from "../ui/text";
 import "./compare.css";
@@ -37,11 +37,10 @@ export function ComparePage() {
   const picture = useRef<HTMLDivElement>(null);
   const kinds = useMemo(() => byKind(progress.rows), [progress.rows]);
   const cells = useMemo(() => byCell(progress.rows), [progress.rows]);
+  const lines = useLines({ ...pair });
   const steps = isRun && api.live && <ComparedSteps />;
   if (loaded.error) return <div>{steps}<Failure error={loaded.error} /></div>;
   if (!found) return <div>{steps}<p class="quiet">Comparing names …</p></div>;
-  const [a, b] = found.python;
-  const python = `lazyckpt.diff(${a}, ${b}${state ? `, states=[${pyText(state)}]` : ""})`;
   const colour = colourOf(kinds);
   const choose = (row: Difference | undefined) => {
     if (!row || !["values", "dtype", "equal"].includes(row.status)) return;
@@ -55,7 +54,6 @@ export function ComparePage() {
       {found.steps && !api.live && <p>A is step {grouped(found.steps[0])}, B is step {grouped(found.steps[1])}.</p>}
       <Summary {...{ found, progress, start: () => setStart(true) }} />
       {progress.error && <Failure error={progress.error} />}
-      <Python code={python} />
       {progress.rows.length > 0 && (
         <>
           <Figure
@@ -71,11 +69,11 @@ export function ComparePage() {
                 ))}
               </span>
             }
-            python={`${python}.plot()`}
+            python={lines["grid"]}
           >
             <Cells {...{ found, cells, measure, choose }} />
           </Figure>
-          <Curves {...{ found, cells, measure, python, choose }} />
+          <Curves {...{ found, cells, measure, choose }} python={lines["curves"]} />
           <section>
             <div class="compare-title">
               <h2>Tensors</h2>
@@ -111,7 +109,8 @@ export function ComparePage() {
               />
             )}
           </section>
-          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} pair={pair} steps={found.steps} python={found.python} />}</div>
+          <Python code={lines["differences"]} />
+          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} pair={pair} steps={found.steps} />}</div>
         </>
       )}
       {found.changed_in_all > 0 && (
@@ -198,6 +197,8 @@ function Cells({ found, cells, measure, choose }: Part) {
   const kinds = found.kinds.map((_, kind) => kind).filter((kind) => layers.some((layer) => cells.has(cellKey({ kind, layer }))));
   const at = (r: number, c: number) => cells.get(cellKey({ kind: kinds[r]!, layer: layers[c]! }));
   const values = Float64Array.from(kinds.flatMap((_, r) => layers.map((_, c) => measured(at(r, c), measure))));
+  const said = kinds.some((_, r) => layers.some((_, c) => at(r, c)?.odd)) || values.some((value) => value > 0);
+  if (!said) return <p class="quiet">All tensors that are compared are equal: there is no difference to draw.</p>;
   return (
     <>
       <Grid
@@ -230,7 +231,7 @@ function Cells({ found, cells, measure, choose }: Part) {
   );
 }
 
-function Curves({ found, cells, measure, python, choose }: Part & { python: string }) {
+function Curves({ found, cells, measure, python, choose }: Part & { python: string | undefined }) {
   const series = useMemo(() => {
     return found.kinds.flatMap((_, kind) => {
       const layers = found.layers.filter((layer) => cells.has(cellKey({ kind, layer })));
@@ -240,7 +241,7 @@ function Curves({ found, cells, measure, python, choose }: Part & { python: stri
   }, [found, cells, measure]);
   if (!series.length) return null;
   return (
-    <Figure title="By layer" name="comparison.layers" note="a line for each kind; layers that are equal leave gaps" python={`${python}.plot(lines=True)`}>
+    <Figure title="By layer" name="comparison.layers" note="a line for each kind; layers that are equal leave gaps" python={python}>
       <LineChart
         series={series}
         label={`${MEASURES[measure]} by layer`}

@@ -9,7 +9,7 @@ import { colourTable, css } from "../ui/colours";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
-import { pyText } from "../ui/python";
+import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
 import { bytes, grouped, shownName } from "../ui/text";
 import { useDark } from "./tensor";
@@ -84,6 +84,7 @@ function MostAlike() {
   const wanted = asked ?? (!api.live || reads <= LITTLE);
   const progress = useNearest(api, view, listed, wanted);
   const cells = useMemo(() => (listed ? cellsOf(listed, progress) : []), [listed, progress]);
+  const lines = useLines({ ...view, layer: route.params["layer"] ?? listed?.layers[0] });
   if (error) return <Failure error={error} />;
   if (!listed) return <p class="quiet">Listing the experts …</p>;
   const done = progress.found.size + progress.failed.size;
@@ -98,7 +99,7 @@ function MostAlike() {
         title="The most alike expert"
         note={`largest cosine of the angles to the other experts of the layer; ${sampled ? "evenly spaced rows of large layers" : "all elements"}; a click compares the experts of a layer`}
         name="most alike experts"
-        python={`view.plot.experts("likeness")`}
+        python={lines["alike"]}
         tools={
           api.live && done < all && (
             <span class="quiet">
@@ -139,10 +140,11 @@ function MostAlike() {
           {shownName(why, 500)} {progress.failed.size > 1 && `(and ${grouped(progress.failed.size - 1)} more layers)`}
         </p>
       ))}
-      {!progress.reading && progress.found.has(layer) && <LikenessOf layer={layer} />}
+      {!progress.reading && progress.found.has(layer) && <LikenessOf layer={layer} python={lines["likeness"]} />}
       <details>
         <summary>As a table</summary>
         <DataTable columns={ALIKE} rows={cells} caption="most alike experts" rowKey={({ layer, expert }) => `${layer} ${expert}`} height={320} />
+        <Python code={lines["nearest"]} />
       </details>
     </>
   );
@@ -165,6 +167,7 @@ function Norms() {
   const { state, step, side } = route.params;
   const { value, error } = useLoaded((signal) => api.json<Experts>("experts", { state, step, side }, signal), [state, step, side]);
   const rows = useMemo(() => (value ? rowsOf(value) : []), [value]);
+  const lines = useLines({ state, step, side, layer: route.params["layer"] ?? value?.layers[0] });
   if (error) return <Failure error={error} />;
   if (!value) return <p class="quiet">Reading the experts …</p>;
   const width = value.experts.length;
@@ -172,7 +175,7 @@ function Norms() {
   const layer = route.params["layer"] ?? value.layers[0]!;
   return (
     <>
-      <Figure title="Norms of the experts" note="L2 norm of all tensors of an expert; a click compares the experts of a layer" name="norms of experts" python="view.plot.experts()">
+      <Figure title="Norms of the experts" note="L2 norm of all tensors of an expert; a click compares the experts of a layer" name="norms of experts" python={lines["experts"]}>
         <Grid
           rows={value.layers.map((one) => shownName(one))}
           columns={value.experts.map(String)}
@@ -189,16 +192,17 @@ function Norms() {
         />
       </Figure>
       <p class="quiet">{value.dead.length ? `${grouped(value.dead.length)} experts are dead: all their elements are zero (marked 0).` : "No expert is all zero."}</p>
-      <LikenessOf layer={layer} />
+      <LikenessOf layer={layer} python={lines["likeness"]} />
       <details>
         <summary>As a table</summary>
         <DataTable columns={COLUMNS} rows={rows} caption="experts" rowKey={({ layer, expert }) => `${layer} ${expert}`} height={320} />
+        <Python code={lines["norms"]} />
       </details>
     </>
   );
 }
 
-function LikenessOf({ layer }: { layer: string }) {
+function LikenessOf({ layer, python }: { layer: string; python: string | undefined }) {
   const { api, route } = useExplorer();
   const { state, step, side } = route.params;
   const dark = useDark();
@@ -211,7 +215,7 @@ function LikenessOf({ layer }: { layer: string }) {
   const most = Math.max(...Array.from(values, Math.abs).filter((one) => !Number.isNaN(one)), 1e-6);
   const how = value.exact ? "all elements" : `sampled: ${bytes(value.read)} of ${bytes(value.nbytes)}`;
   return (
-    <Figure title={`How alike the experts of layer ${shownName(value.layer)} are`} note={`cosine of the angle between two experts; ${how}`} name={`likeness of experts in layer ${value.layer}`} python={`lazyckpt.inspect.expert_likeness.expert_likeness(view, ${/^\d+$/.test(value.layer) ? value.layer : pyText(value.layer)})`}>
+    <Figure title={`How alike the experts of layer ${shownName(value.layer)} are`} note={`cosine of the angle between two experts; ${how}`} name={`likeness of experts in layer ${value.layer}`} python={python}>
       <Grid
         rows={value.experts.map(String)}
         columns={value.experts.map(String)}

@@ -5,7 +5,7 @@ import { Ask } from "../parts/ask";
 import { LayerGrid, numeric, text, type Layers } from "../parts/layergrid";
 import { Failure } from "../ui/failure";
 import { DataTable, type Column } from "../ui/table";
-import { pyText } from "../ui/python";
+import { Python, useLines } from "../ui/python";
 import { grouped, shownName } from "../ui/text";
 
 interface StateLayers extends Layers {
@@ -73,7 +73,7 @@ export function OptimizerPage() {
       </section>
       <section aria-label="Last step">
         <Ask key={which} reads={whole} what="the optimizer's last step">
-          {() => <LastStep />}
+          {() => <LastStep state={state} />}
         </Ask>
       </section>
     </>
@@ -93,13 +93,13 @@ function State({ state, quantity }: { state: string; quantity: string }) {
   const { step, side } = route.params;
   const own = state === (about.sides[side === "b" ? 1 : 0] ?? about.sides[0]!).state ? undefined : state;
   const { value, error } = useLoaded((signal) => api.json<StateLayers>("layers", { state: own, step, side }, signal), [own, step, side]);
+  const lines = useLines({ state, step, side, of: quantity === "rms" ? undefined : quantity });
   if (error) return <Failure error={error} />;
   if (!value) return <p class="quiet">Reading {state} …</p>;
   const dead = value.zeros.filter(([, count, zeros]) => zeros === count);
-  const view = own ? `view.states[${pyText(state)}]` : "view";
   return (
     <>
-      <LayerGrid found={value} quantity={quantity} title={`${value.quantities[quantity]} of ${state}`} python={`${view}.plot.layers(${pyText(quantity)})`} />
+      <LayerGrid found={value} quantity={quantity} title={`${value.quantities[quantity]} of ${state}`} python={lines["layers"]} table={lines["table"]} />
       <h2>Zeros in {state}</h2>
       <p class="quiet">
         {dead.length
@@ -115,6 +115,7 @@ function State({ state, quantity }: { state: string; quantity: string }) {
         height={280}
         onRow={([name]) => go({ name, state: own }, "tensor")}
       />}
+      {value.zeros.length > 0 && <Python code={lines["zeros"]} />}
     </>
   );
 }
@@ -126,16 +127,17 @@ const ZEROS: Column<[string, number, number]>[] = [
   { key: "share", title: "share", number: true, value: ([, count, zeros]) => zeros / count, cell: ([, count, zeros]) => `${((100 * zeros) / count).toFixed(zeros === count ? 0 : 2)} %`, width: "90px" },
 ];
 
-function LastStep() {
+function LastStep({ state }: { state: string }) {
   const { api, route } = useExplorer();
   const { step, side } = route.params;
   const { value, error } = useLoaded((signal) => api.json<Updates>("updates", { step, side }, signal), [step, side]);
+  const lines = useLines({ state, step, side });
   if (error) return <Failure error={error} />;
   if (!value) return <p class="quiet">Computing the last step …</p>;
   return (
     <>
       {value.rows.length > 0 && (
-        <LayerGrid found={value} quantity="ratio" title="The last step, in units of the weights" python="view.updates().plot()" />
+        <LayerGrid found={value} quantity="ratio" title="The last step, in units of the weights" python={lines["updates"]} />
       )}
       {value.problems.map((problem) => (
         <p key={problem} class="quiet">
@@ -143,6 +145,7 @@ function LastStep() {
         </p>
       ))}
       {value.rows.length > 0 && <DataTable columns={STEPS} rows={value.rows} caption="last step" rowKey={([name]) => name} height={320} />}
+      {value.rows.length > 0 && <Python code={lines["steps"]} />}
     </>
   );
 }

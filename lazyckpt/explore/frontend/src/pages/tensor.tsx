@@ -11,11 +11,18 @@ import { sample, scaleOf, type Scale, type ScaleKind } from "../ui/colourscale";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { HeatMap, Link, cellValue, type How, type Mark, type Outline, type Values } from "../ui/heatmap";
-import { CopyButton } from "../ui/python";
-import { around, partOf, partText, pythonIndex, rootTile, whole, type Size, type Tile } from "../ui/pyramid";
+import { CopyButton, Python, useLines } from "../ui/python";
+import { around, partOf, partText, rootTile, whole, type Size, type Tile } from "../ui/pyramid";
 import { shortNumber } from "../ui/axis";
 import { bytes, grouped, shownName } from "../ui/text";
 import "./tensor.css";
+
+/** The parameters of the page that its lines of Python depend on, besides those of the tensor. */
+const SAID = ["dims", "at", "view", "how", "scale", "range", "exact", "counts", "bins"];
+
+function toldOf(params: Record<string, string>) {
+  return Object.fromEntries(SAID.map((key) => [key, params[key]]));
+}
 
 const LIVE = 512; // rows and columns of cells of the whole
 const REPORT = 64; // the same in a report
@@ -93,7 +100,7 @@ function Tensor({ facts }: { facts: Facts }) {
   const [marks, setMarks] = useState<Mark[]>([]);
   const empty = size.height === 0 || size.width === 0;
   const part = partOf(params["view"]);
-  const python = facts.python + pythonIndex(part ?? whole(size), { ...plane, width: plane.wrap }, size);
+  const lines = useLines({ ...common, ...(api.live ? toldOf(params) : {}) });
   const look = (row: number, col: number) => go({ view: partText(around(row, col, size, { height: 470, width: 800 })) });
   const jump = (index: number[]) => {
     if (plane.ndim < 2) {
@@ -157,9 +164,9 @@ function Tensor({ facts }: { facts: Facts }) {
       ) : empty ? (
         <p class="quiet">The tensor has no elements.</p>
       ) : (
-        <Pictures key={`${plane.query.dims}/${plane.query.at}`} {...{ facts, plane, common, marks, python, beside, own }} />
+        <Pictures key={`${plane.query.dims}/${plane.query.at}`} {...{ facts, plane, common, marks, lines, beside, own }} />
       )}
-      <Cards {...{ facts, plane, common, jump, setMarks, empty: empty || facts.numbers === null }} part={part ?? whole(size)} size={size} live={api.live} />
+      <Cards {...{ facts, plane, common, lines, jump, setMarks, empty: empty || facts.numbers === null }} part={part ?? whole(size)} size={size} live={api.live} />
     </article>
   );
 }
@@ -171,7 +178,7 @@ interface PictureProps {
   plane: Plane;
   common: Record<string, string | undefined>;
   marks: Mark[];
-  python: string;
+  lines: Record<string, string>;
   /** Beside others: what the picture is called, and what moves it with them. */
   among?: { label: string; link: Link };
 }
@@ -206,6 +213,7 @@ function Beside({ shown, label, first, own, link }: { shown: Shown; label: strin
     name: first.name, state: shown.state === own ? undefined : shown.state, step: params["step"], side: params["side"], of: shown.of || undefined,
   };
   const loaded = useLoaded((signal) => api.json<Facts>("tensor", common, signal), [first]);
+  const lines = useLines({ ...common, ...(api.live ? toldOf(params) : {}) });
   const facts = loaded.value;
   const plane = useMemo(() => facts && planeOf(facts, params), [facts, params["dims"], params["at"]]);
   const all = planeOf(first, params).size;
@@ -214,8 +222,7 @@ function Beside({ shown, label, first, own, link }: { shown: Shown; label: strin
   if (facts.numbers === null || plane.size.height !== all.height || plane.size.width !== all.width) {
     return <div class="tensor-wait quiet">{shownName(label)} has other rows and columns.</div>;
   }
-  const python = facts.python + pythonIndex(partOf(params["view"]) ?? whole(plane.size), { ...plane, width: plane.wrap }, plane.size);
-  return <Picture {...{ facts, plane, common, python }} marks={[]} among={{ label, link }} />;
+  return <Picture {...{ facts, plane, common, lines }} marks={[]} among={{ label, link }} />;
 }
 
 /** How pictures are drawn, by the parameters of the link. */
@@ -227,7 +234,7 @@ function drawnAs(params: Record<string, string>, live: boolean) {
   return { how, kind, range, exact };
 }
 
-function Picture({ facts, plane, common, marks, python, among }: PictureProps) {
+function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { size } = plane;
@@ -265,7 +272,7 @@ function Picture({ facts, plane, common, marks, python, among }: PictureProps) {
     const [low, high] = ends.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
     return (how === "absmax" ? [0, Math.max(-low, high)] : [low, high]) as [number, number];
   }, [root.value, how]);
-  const scale = useMemo(() => scaleOf(values, kind, range, full), [values, kind, range, full]);
+  const scale = useMemo(() => scaleOf(values, kind, range, full, how === "absmax"), [values, kind, range, full, how]);
   const dark = useDark();
   const table = useMemo(() => colourTable(scale.signed ? (dark ? "signedDark" : "signed") : "viridis"), [scale.signed, dark]);
   const outlines = useMemo<Outline[] | undefined>(() => {
@@ -291,7 +298,7 @@ function Picture({ facts, plane, common, marks, python, among }: PictureProps) {
     </>
   );
   return (
-    <Figure title={among ? shownName(among.label) : facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={among ? `${facts.name}.${among.label}` : `${facts.name}.values`} python={python}>
+    <Figure title={among ? shownName(among.label) : facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={among ? `${facts.name}.${among.label}` : `${facts.name}.values`} python={lines["heatmap"]}>
       {!among && <div class="tensor-tools">
         <Choices facts={facts} plane={plane} />
         {layout.value && layout.value.labels.length > 1 && plane.ndim === 2 && (
@@ -337,6 +344,7 @@ function Picture({ facts, plane, common, marks, python, among }: PictureProps) {
             colNorms={norms.value?.["cols"]}
           />
           <Legend scale={scale} table={table} what={root.value.single ? "value" : how} />
+          {norms.value && <Python code={lines["norms"]} />}
         </>
       )}
     </Figure>
