@@ -146,6 +146,12 @@ def renamed_index(
         for state, specs in states.items()
     }
     if back and mtp.has_mtp(entries):
+        beyond = mtp.stray(found, index.meta)
+        if beyond is not None:
+            raise FormatError(
+                f"config.json is not of this model: it counts {layers} layers, and there is layer {beyond}, "
+                "which does not predict further tokens. Put the config.json and the tensors of one model together"
+            )
         found = mtp.from_decoder(found, layers)
     if back and inner is not None:
         found = mtp.nested(found, inner)
