@@ -515,6 +515,22 @@ def test_shell_folds_repeated_layers(tmp_path: Path) -> None:
     assert len(shell(tmp_path / "model.pt", "--sort", "l2").splitlines()) == len(tensors) + 3
 
 
+def test_shell_tells_of_names_without_a_row_and_folds_them_in_ls(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    save_file({"\u65e5\u672c": torch.ones(2), " b": torch.ones(2)}, tmp_path / "m/model-00001-of-00002.safetensors")
+    names = {f"lost.{n}": "model-00002-of-00002.safetensors" for n in range(50)}
+    held = dict.fromkeys(("\u65e5\u672c", " b"), "model-00001-of-00002.safetensors")
+    index = {"metadata": {}, "weight_map": held | names}
+    (tmp_path / "m/model.safetensors.index.json").write_text(json.dumps(index))
+    head, first, second, _, note = shell(tmp_path / "m").splitlines()
+    assert note.startswith("50 tensors without a row")
+    at = head.index("dtype")
+    assert first[:at].rstrip() == "' b'" and first.index("f32") == at
+    assert second.index("f32") == at - 2  # two characters of two columns each
+    listed = CliRunner().invoke(cli.app, ["ls", str(tmp_path / "m")]).stdout.splitlines()
+    assert len(listed) < 8 and any("and 47 more" in line for line in listed)
+
+
 def test_shell_json_and_csv(model: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..core.names import natural
+from ..core.units import plural
 from ..errors import DataError, printable
 from ..inspect.table import Stats, Table, is_odd, lines_of, pooled
 from ..show.repeated import ALIKE, joined, place_of, template
@@ -97,6 +98,9 @@ def stats(
         _print(table, sort, fold=not everything and sort is None and bins is None)
     else:
         write_line(("(no tensors)", "dim"))
+    lost = len(chosen.unreadable)
+    if lost and not (as_json or as_csv):
+        write_line((f"{plural(lost, 'tensor')} without a row cannot be read: lazyckpt ls says why", "yellow"))
 
 
 def _ordered(table: Table, column: str | None) -> Table:

@@ -84,7 +84,7 @@ def lines_of(found: Iterable[Difference], every: bool = False) -> list[Line]:
         kind = kind_of(row)
         if kind == "equal" and not every:
             continue
-        why = row.error if kind == "unreadable" else None
+        why = row.error.replace(repr(row.name), "") if row.error is not None and kind == "unreadable" else None
         own = row.name if every or not numbers else None
         groups.setdefault((kind, row.a, row.b, why, own, *name), []).append(row)
     lines: list[Line] = []
@@ -113,7 +113,8 @@ HEAD = ("relative", "cosine", "maximum", "tensor", "dtype and shape", "tensors",
 def cells(line: Line) -> tuple[str, ...]:
     """Return the cells of a line, in the columns of `HEAD`, as printable text."""
     row = line.worst
-    name = printable(shortened(line.name)) or "''"
+    name = printable(shortened(line.name))
+    name = name if name and name == name.strip() else f"'{name}'"
     kind = row.a if row.a == row.b or row.b is None else row.b if row.a is None else f"{row.a} and {row.b}"
     count = f"{len(line.rows):,}" if len(line.rows) == line.of else f"{len(line.rows):,} of {line.of:,}"
     most = printable(place_of(row.name)) if line.kind == "values" and len(line.rows) > 1 else ""
