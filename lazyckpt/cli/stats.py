@@ -156,8 +156,8 @@ def _folded(table: Table) -> list[tuple[Stats, str]]:
 
 
 def _standing_out(rows: list[Stats]) -> str:
-    for what, has in (("NaN", lambda row: row.nan), ("Inf", lambda row: row.posinf or row.neginf)):
-        odd = [row for row in rows if has(row)]
+    strange = {"NaN": [row for row in rows if row.nan], "Inf": [row for row in rows if row.posinf or row.neginf]}
+    for what, odd in strange.items():
         if odd:
             others = f" and {len(odd) - 1:,} more" if len(odd) > 1 else ""
             return f"{what} at {place_of(odd[0].name)}{others}"
