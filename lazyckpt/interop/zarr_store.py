@@ -164,7 +164,7 @@ class ViewStore(Store):
         document = self._document(key)
         if document is not None:
             return len(document)
-        found = self.chunk(key)
+        found = chunk_of(self, key)
         if found is None:
             raise FileNotFoundError(key)
         return found[0]
@@ -208,28 +208,6 @@ class ViewStore(Store):
                 return None
             data = self._documents[path] = json.dumps(document).encode()
         return data
-
-    def chunk(self, key: str) -> tuple[int, LazyArray | None, Callable[[], memoryview]] | None:
-        """Return the size of a chunk, the part of a tensor that it is, and a function that reads it.
-
-        Parameters
-        ----------
-        key
-            The key of the chunk: "weights/layers/3/mlp/up/weight/c/0/1".
-
-        Returns
-        -------
-        tuple or None
-            The size in bytes; a lazy tensor with the chunk's bytes, None for a chunk that is padded; and the function.
-            None if there is no such chunk.
-        """
-        found = self._chunk(key)
-        if found is None:
-            return None
-        tensor, place, chunk = found
-        box = chunk_box(place, tensor.shape, chunk)
-        part = None if box.shape != chunk else tensor.lazy[box.slices] if place else tensor
-        return prod(chunk) * tensor.itemsize, part, partial(_read_chunk, *found)
 
     def _chunk(self, key: str) -> tuple[LazyArray, Shape, Shape] | None:
         """Return (tensor, place in the grid, shape of its chunks); None if the key is not that of a chunk."""
@@ -317,6 +295,31 @@ def _restored(digest: str, pickled: bytes) -> ViewStore:
         store._pickled, store._digest = pickled, digest
         store = _known.setdefault(digest, store)
     return store
+
+
+def chunk_of(store: ViewStore, key: str) -> tuple[int, LazyArray | None, Callable[[], memoryview]] | None:
+    """Return the size of a chunk, the part of a tensor that it is, and a function that reads it.
+
+    Parameters
+    ----------
+    store
+        The store.
+    key
+        The key of the chunk: "weights/layers/3/mlp/up/weight/c/0/1".
+
+    Returns
+    -------
+    tuple or None
+        The size in bytes; a lazy tensor with the chunk's bytes, None for a chunk that is padded; and the function.
+        None if there is no such chunk.
+    """
+    found = store._chunk(key)
+    if found is None:
+        return None
+    tensor, place, chunk = found
+    box = chunk_box(place, tensor.shape, chunk)
+    part = None if box.shape != chunk else tensor.lazy[box.slices] if place else tensor
+    return prod(chunk) * tensor.itemsize, part, partial(_read_chunk, *found)
 
 
 def _read_chunk(tensor: LazyArray, place: Shape, chunk: Shape) -> memoryview:
