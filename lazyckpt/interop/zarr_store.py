@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import cached_property, partial
 from itertools import product
 from math import prod
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
@@ -297,8 +297,26 @@ def _restored(digest: str, pickled: bytes) -> ViewStore:
     return store
 
 
-def chunk_of(store: ViewStore, key: str) -> tuple[int, LazyArray | None, Callable[[], memoryview]] | None:
-    """Return the size of a chunk, the part of a tensor that it is, and a function that reads it.
+class ComputedChunk(NamedTuple):
+    """A chunk of the store, which is not read yet.
+
+    Attributes
+    ----------
+    nbytes
+        Its size in bytes.
+    tensor
+        The part of a tensor whose bytes it has; None for a chunk that is padded.
+    read
+        Read it.
+    """
+
+    nbytes: int
+    tensor: LazyArray | None
+    read: Callable[[], memoryview]
+
+
+def chunk_of(store: ViewStore, key: str) -> ComputedChunk | None:
+    """Return a chunk of a store.
 
     Parameters
     ----------
@@ -309,8 +327,7 @@ def chunk_of(store: ViewStore, key: str) -> tuple[int, LazyArray | None, Callabl
 
     Returns
     -------
-    tuple or None
-        The size in bytes; a lazy tensor with the chunk's bytes, None for a chunk that is padded; and the function.
+    ComputedChunk or None
         None if there is no such chunk.
     """
     found = store._chunk(key)
@@ -319,7 +336,7 @@ def chunk_of(store: ViewStore, key: str) -> tuple[int, LazyArray | None, Callabl
     tensor, place, chunk = found
     box = chunk_box(place, tensor.shape, chunk)
     part = None if box.shape != chunk else tensor.lazy[box.slices] if place else tensor
-    return prod(chunk) * tensor.itemsize, part, partial(_read_chunk, *found)
+    return ComputedChunk(prod(chunk) * tensor.itemsize, part, partial(_read_chunk, *found))
 
 
 def _read_chunk(tensor: LazyArray, place: Shape, chunk: Shape) -> memoryview:
