@@ -100,6 +100,7 @@ class Streams:
             try:
                 yield first
                 async for piece in pieces:
+                    await asyncio.sleep(0)  # otherwise the loop would not learn that the client is gone
                     yield piece
             finally:
                 await pieces.aclose()

@@ -149,7 +149,9 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
         Route(f"/api/v{VERSION}/{{path:path}}", api),
         *mounts,
     ]
-    return Starlette(routes=routes)
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False  # it would lead away from the token and from the path of a proxy
+    return app
 
 
 async def _closed(request: Request) -> None:
