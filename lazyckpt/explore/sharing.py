@@ -20,6 +20,7 @@ from ..export.files import cut_files
 from ..export.safetensors import SAFETENSORS
 from ..export.writer import check_names
 from ..jobs.parts import Content
+from ..jobs.plan import Layout, Placed
 from ..namespace import Namespace
 from .sending import Shared, Streams
 
@@ -107,7 +108,14 @@ class Zarr:
         found = self._store.chunk(key)
         if found is None:
             return None
-        size, fill = found
+        size, part, read = found
+
+        def fill(begin: int, target: memoryview) -> None:
+            if part is None:
+                target[:] = read()[begin : begin + len(target)]
+            else:
+                Content(Layout(size, (), (Placed(0, part),))).fill(begin, target)
+
         tag = hashlib.sha256(f"{self._store.version} {key}".encode()).hexdigest()[:32]
         return Shared(size, tag, "application/octet-stream", fill)
 
