@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import pytest
+from starlette.responses import Response
 
-from lazyckpt.explore.sending import Shared, Streams
+from lazyckpt.explore.sending import Room, Shared, Streams, bounded
 
 from .lanes import rounds
 
@@ -113,5 +116,40 @@ def test_readers_that_leave_make_room() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
         assert await taken(streams, shared(), 0, len(CONTENT)) == CONTENT
         assert streams.used == 0
+
+    asyncio.run(main())
+
+
+def test_answers_that_nobody_takes_are_bounded() -> None:
+    async def main() -> None:
+        room = Room(300_000)
+        gone = asyncio.Event()
+        taken: list[bytes] = []
+        most = 0
+
+        async def client(n: int) -> None:
+            nonlocal most
+            response = await bounded(Response(bytes([n]) * 100_000, headers={"X-A": "b"}), room)
+            found = b""
+
+            async def send(message: Any) -> None:
+                nonlocal found, most
+                most = max(most, room.used)
+                if n < 3:  # these leave after a while, having taken nothing
+                    await gone.wait()
+                    raise ConnectionError
+                found += message.get("body", b"")
+
+            with suppress(ConnectionError):
+                await response({"type": "http", "method": "GET"}, None, send)  # type: ignore[arg-type]
+            taken.append(found)
+
+        clients = asyncio.gather(*(client(n) for n in range(9)))
+        await asyncio.sleep(0.01)
+        assert not taken
+        gone.set()
+        await asyncio.wait_for(clients, 10)
+        assert sorted(taken) == [b""] * 3 + [bytes([n]) * 100_000 for n in range(3, 9)]
+        assert (most, room.used) == (300_000, 0)
 
     asyncio.run(main())

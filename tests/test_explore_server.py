@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +25,7 @@ import torch
 from safetensors.torch import load
 
 import lazyckpt
+from lazyckpt.explore import api as api_module
 from lazyckpt.explore import server as server_module
 from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.connections import limited
@@ -352,6 +354,7 @@ def test_all_links_work_below_the_path_of_a_proxy(server: Server, proxy: str) ->
                 if not link.startswith("data:"):
                     assert client.get(page.url.join(link)).status_code == 200
             for folder in ("hf/", "zarr/"):
+                assert client.get(page.url.join(folder.rstrip("/"))).url == page.url.join(folder)
                 (link, *_) = re.findall('href="([^"]+)"', client.get(page.url.join(folder)).text)
                 assert client.get(page.url.join(folder).join(link)).status_code == 200
 
@@ -405,3 +408,32 @@ def test_any_name_is_found(tmp_path: Path, name: str) -> None:
             if node["node_type"] == "array" and node["shape"] == [3]
         )
         assert httpx.get(f"{server.address}zarr/{quote(path)}/c/0").content == torch.arange(3.0).numpy().tobytes()
+
+
+# -- requests that would cost too much
+
+
+def test_unknown_parameters_take_no_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_module, "_KEPT", 1 << 20)
+    explorer = Explorer(Subject(lazyckpt.open(model)))
+    tracemalloc.start()
+    try:
+        for n in range(200):
+            explorer.answer("tree/totals", {"nothing": f"{n} " + "x" * 100_000})
+        assert tracemalloc.get_traced_memory()[0] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("path", "values"),
+    [
+        ("tensor/values", {"name": "long", "wrap": "1", "c0": "0", "c1": "0"}),
+        ("architecture/memory", {"pp": "1000000"}),
+    ],
+)
+def test_what_would_take_long_lists_is_refused(tmp_path: Path, path: str, values: dict[str, str]) -> None:
+    torch.save({"long": torch.zeros(100_000), "layers.0.weight": torch.zeros(4)}, tmp_path / "model.pt")
+    answer = Explorer(Subject(lazyckpt.open(tmp_path / "model.pt"))).answer(path, values)
+    assert answer.status == 400
+    assert json.loads(answer.body)["error"]["kind"] == "DataError"

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
-from ..core.units import size_in_bytes
+from ..core.units import human_bytes, size_in_bytes
 from ..explore.api import Explorer
 from ..explore.report import report as write_report
 from ..exploring import subject_of
-from .console import write_line
+from .console import console, write_line
 from .options import BaseOption, FormatOption, PathArg, RulesOption, TagOption, read_rules
 
 
@@ -43,5 +43,11 @@ def report(
         "base": base,
     }
     explorer = Explorer(subject_of(path, other, options))
-    written = write_report(explorer, output, size_in_bytes(max_size), size_in_bytes(max_read))
+    limits = size_in_bytes(max_size), size_in_bytes(max_read)
+    with console(err=True).status("Reading the names") as status:  # shows nothing where there is no terminal
+
+        def told(held: int, nbytes: int) -> None:
+            status.update(f"{held:,} answers, {human_bytes(nbytes)} of {human_bytes(limits[0])}")
+
+        written = write_report(explorer, output, *limits, told)
     write_line((str(written), ""))

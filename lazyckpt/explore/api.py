@@ -43,6 +43,7 @@ _MODULES = (
     "endpoints.python",
 )  # modules with a dictionary ENDPOINTS: path -> function
 _KEPT = 64 << 20  # bytes of answers that an explorer keeps
+_ENTRY = 1024  # bytes of an entry besides its texts
 _STATUS = (
     (TensorNotFoundError, 404),
     (MissingFileError, 404),
@@ -128,14 +129,20 @@ class Explorer:
             self._size = 0
 
     def _keep(self, key: tuple[Any, ...], answer: Answer) -> None:
-        if len(answer.body) > _KEPT // 4:
+        if _size(key, answer) > _KEPT // 4:
             return
         with self._lock:
             old = self._answers.pop(key, None)
-            self._size += len(answer.body) - (len(old.body) if old else 0)
+            self._size += _size(key, answer) - (_size(key, old) if old else 0)
             self._answers[key] = answer
             while self._size > _KEPT:
-                self._size -= len(self._answers.popitem(last=False)[1].body)
+                self._size -= _size(*self._answers.popitem(last=False))
+
+
+def _size(key: tuple[Any, ...], answer: Answer) -> int:
+    """Return the bytes of an answer that is kept, with those of the request."""
+    path, *values = key
+    return len(answer.body) + _ENTRY + 4 * (len(path) + sum(len(name) + len(value) for name, value in values))
 
 
 def failed(error: LazyckptError | OSError) -> Answer:

@@ -123,7 +123,9 @@ def plans(subject: Subject) -> Iterator[Wanted]:
         heads = dict(sorted(heads.items()))
 
 
-def filled(explorer: Explorer, room: int, max_read: int, max_size: int) -> Filled:
+def filled(
+    explorer: Explorer, room: int, max_read: int, max_size: int, told: Callable[[int, int], None] = lambda *_: None
+) -> Filled:
     """Compute the most useful answers that fit.
 
     Parameters
@@ -136,6 +138,8 @@ def filled(explorer: Explorer, room: int, max_read: int, max_size: int) -> Fille
         How many bytes of tensors may be read.
     max_size
         The size of the file, for the message of the error.
+    told
+        Called after each answer, with the number of the answers that are held and of the bytes that they take.
 
     Raises
     ------
@@ -144,7 +148,7 @@ def filled(explorer: Explorer, room: int, max_read: int, max_size: int) -> Fille
     """
     found = Filled()
     seen: set[str] = set()
-    quiet = 0
+    quiet, held, whole = 0, 0, room
     for wanted in plans(explorer.subject):
         key = key_of(wanted)
         if key in seen:
@@ -177,6 +181,8 @@ def filled(explorer: Explorer, room: int, max_read: int, max_size: int) -> Fille
                 room -= took
                 group.held += 1
                 group.misses = quiet = 0
+                held += 1
+            told(held, whole - room)
         if quiet >= _QUIET and wanted.level >= TENSORS:
             found.full = wanted.level
             break

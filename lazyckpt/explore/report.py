@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,11 @@ class Written:
 
 
 def report(
-    explorer: Explorer, dest: str | os.PathLike[str], max_size: int = MAX_SIZE, max_read: int = MAX_READ
+    explorer: Explorer,
+    dest: str | os.PathLike[str],
+    max_size: int = MAX_SIZE,
+    max_read: int = MAX_READ,
+    told: Callable[[int, int], None] = lambda *_: None,
 ) -> Written:
     """Write the explorer as one HTML file.
 
@@ -63,6 +68,8 @@ def report(
         Largest size of the file in bytes.
     max_read
         How many bytes of tensors are read at most.
+    told
+        Called after each answer, with the number of the answers that are held and of the bytes that they take.
 
     Returns
     -------
@@ -87,7 +94,7 @@ def report(
             f"a report takes {human_bytes(fixed)} without a word about the checkpoint: {human_bytes(max_size)} are too "
             "few. Give a larger max_size (--max-size)"
         )
-    found = filled(explorer, max_size - fixed, max_read, max_size)
+    found = filled(explorer, max_size - fixed, max_read, max_size, told)
     head = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n<style>{style}</style>'
     tail = f'<script type="module">{script}</script>'
     whole = page(_host(found, explorer.subject, max_size, max_read, commands), f"{title} - lazyckpt", head, tail)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -53,6 +53,54 @@ async def in_threads(threads: Executor, work: Callable[[], T]) -> T:
             with suppress(asyncio.CancelledError):  # the end of the loop cancels what was cancelled before, too
                 await asyncio.wait({found})
         raise
+
+
+class Room:
+    """How many bytes of answers there may be that clients have not taken yet. One that is larger may be there alone."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.used = 0
+        """How many bytes clients have not taken yet."""
+        self._freed = asyncio.Event()
+
+    async def take(self, nbytes: int) -> None:
+        """Wait until there is room for so many bytes, and take it."""
+        while self.used and self.used + nbytes > self._most:
+            self._freed.clear()
+            await self._freed.wait()
+        self.used += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Give the room of so many bytes back."""
+        self.used -= nbytes
+        self._freed.set()
+
+
+async def bounded(response: Response, room: Room) -> Response:
+    """Return a response that is sent in pieces, so that the connection buffers none but the last, and that takes room
+    until its client has taken it."""
+    from starlette.responses import Response
+
+    whole = memoryview(response.body)
+    if len(whole) <= _PIECE:
+        return response
+    await room.take(len(whole))
+
+    class Bounded(Response):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            try:
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                for at in range(0, len(whole), _PIECE):
+                    piece = bytes(whole[at : at + _PIECE])
+                    await send({"type": "http.response.body", "body": piece, "more_body": at + _PIECE < len(whole)})
+                    await asyncio.sleep(0)  # otherwise the loop would not learn that the client is gone
+            finally:
+                room.give(len(whole))
+
+    sent = Bounded(status_code=response.status_code)
+    sent.raw_headers = response.raw_headers
+    return sent
 
 
 class Streams:
@@ -103,6 +151,7 @@ class Streams:
             try:
                 yield first
                 async for piece in pieces:
+                    await asyncio.sleep(0)  # otherwise the loop would not learn that the client is gone
                     yield piece
             finally:
                 await pieces.aclose()

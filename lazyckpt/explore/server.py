@@ -28,7 +28,7 @@ from .connections import HEADERS, limited
 from .guard import Guard, new_token
 from .packing import VERSION, to_json
 from .query import Cancelled, parameters
-from .sending import in_threads
+from .sending import Room, bounded, in_threads
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -40,6 +40,7 @@ _AT_ONCE = 2  # requests that read tensors at the same time, and as many others;
 _LIGHT = re.compile(  # paths whose answers read no tensors: they do not wait for those that do
     r"about|tree|tree/marks|tree/totals|architecture.*|ranks.*|tensor|tensor/layout|compare|run"
 )
+_SENT = 64 << 20  # bytes of the answers of either kind that clients are about to take
 _SMALL = 1024  # bytes of an answer that is not compressed
 
 
@@ -95,7 +96,9 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
     from starlette.responses import PlainTextResponse, Response
     from starlette.routing import Route
 
-    light, heavy = ((asyncio.Semaphore(_AT_ONCE), ThreadPoolExecutor(_AT_ONCE, "lazyckpt answer")) for _ in range(2))
+    light, heavy = (
+        (asyncio.Semaphore(_AT_ONCE), ThreadPoolExecutor(_AT_ONCE, "lazyckpt answer"), Room(_SENT)) for _ in range(2)
+    )
     version = hashlib.sha256(b"".join(asset(name) for name in ASSETS)).hexdigest()[:12]
 
     async def index(request: Request) -> Response:
@@ -128,7 +131,7 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
                 return _sent(request, failed(e), fresh)
             return _sent(request, explorer.answer(path, values, lambda: not gone.is_set()), fresh)
 
-        slots, threads = light if _LIGHT.fullmatch(path) else heavy
+        slots, threads, room = light if _LIGHT.fullmatch(path) else heavy
         async with slots:
             task = asyncio.ensure_future(in_threads(threads, work))
             watch = asyncio.ensure_future(_closed(request))
@@ -136,7 +139,7 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
                 await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
                 if not task.done():
                     gone.set()
-                return await task
+                return await bounded(await task, room)  # while there is no room, no further answers are computed
             except Cancelled:
                 return Response(status_code=499)
             finally:
@@ -149,7 +152,9 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
         Route(f"/api/v{VERSION}/{{path:path}}", api),
         *mounts,
     ]
-    return Starlette(routes=routes)
+    app = Starlette(routes=routes)
+    app.router.redirect_slashes = False  # it would lead away from the token and from the path of a proxy
+    return app
 
 
 async def _closed(request: Request) -> None:

@@ -143,7 +143,7 @@ def routes(folder_of: Callable[[], Folder], store_of: Callable[[], Zarr]) -> lis
     folder_of, store_of
         Return them. They are called in threads and may raise what opening raises.
     """
-    from starlette.responses import HTMLResponse, PlainTextResponse
+    from starlette.responses import HTMLResponse, PlainTextResponse, Response
     from starlette.routing import Route
 
     streams = Streams()
@@ -176,8 +176,15 @@ def routes(folder_of: Callable[[], Folder], store_of: Callable[[], Zarr]) -> lis
         except (LazyckptError, OSError) as e:
             return PlainTextResponse(f"{e}\n", status_code=500)
 
+    async def below(request: Request) -> Response:
+        name, query = request.url.path.rpartition("/")[2], request.url.query
+        where = f"{name}/?{query}" if query else f"{name}/"  # relative, as all links are
+        return Response(status_code=308, headers={"Location": where})
+
     return [
+        Route("/hf", below),
         Route("/hf/{path:path}", folder, methods=["GET", "HEAD"]),
+        Route("/zarr", below),
         Route("/zarr/{path:path}", store, methods=["GET", "HEAD"]),
     ]
 

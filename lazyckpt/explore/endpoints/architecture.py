@@ -15,6 +15,7 @@ from ..subject import Subject, View, Wanted
 
 _MOST = 20_000  # groups that an answer has
 _DEGREE = 1 << 20
+_STAGES = 256  # pipeline stages of a model of any number of layers
 
 
 def parameters(subject: Subject, query: Query) -> dict[str, Any]:
@@ -90,11 +91,14 @@ def memory(subject: Subject, query: Query) -> dict[str, Any]:
     """
     view = _weights(subject.checkpoint(query))
     layout: PipelineLayout | None = query.text("layout", "") or None
+    pp = query.number("pp", 1, 1, _DEGREE)
+    if pp > max(_STAGES, len(view)) or (pp > _STAGES and pp > len(architecture(view, query.check).layers)):
+        raise DataError(f"pp={pp:,}: the model has fewer layers than pipeline stages are asked for")
     found = memory_per_rank(
         view,
         dtype=query.text("dtype", "") or None,
         tp=query.number("tp", 1, 1, _DEGREE),
-        pp=query.number("pp", 1, 1, _DEGREE),
+        pp=pp,
         dp=query.number("dp", 1, 1, _DEGREE),
         ep=query.number("ep", 1, 1, _DEGREE),
         etp=query.number("etp", 1, 1, _DEGREE) if "etp" in query else None,

@@ -204,7 +204,7 @@ def table(subject: Subject, query: Query) -> dict[str, Any]:
     t = subject.tensor(query)
     d = drawn(query, t)
     (r0, r1), (c0, c1) = d.window
-    if (r1 - r0) * (c1 - c0) > _CELLS:
+    if max(r1 - r0, 1) * max(c1 - c0, 1) > _CELLS:
         raise DataError(f"a table has at most {_CELLS:,} values: ask for a smaller window")
     block = window(t, *d.window, dims=d.dims, at=d.at, wrap=d.wrap)
     return {"window": d.window, "values": [[_text(value) for value in row] for row in block]}
