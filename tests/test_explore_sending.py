@@ -153,3 +153,17 @@ def test_answers_that_nobody_takes_are_bounded() -> None:
         assert (most, room.used) == (300_000, 0)
 
     asyncio.run(main())
+
+
+def test_answers_do_not_wait_for_clients_that_take_nothing() -> None:
+    async def main() -> None:
+        room = Room(100, patience=0.05)
+        started = asyncio.get_running_loop().time()
+        await asyncio.wait_for(asyncio.gather(*(room.take(60) for _ in range(200))), 5)
+        assert asyncio.get_running_loop().time() - started >= 0.05  # the first of them did wait
+        assert room.used == 12_000
+        for _ in range(200):
+            room.give(60)
+        assert room.used == 0
+
+    asyncio.run(main())

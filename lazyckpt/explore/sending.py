@@ -56,24 +56,33 @@ async def in_threads(threads: Executor, work: Callable[[], T]) -> T:
 
 
 class Room:
-    """How many bytes of answers there may be that clients have not taken yet. One that is larger may be there alone."""
+    """How many bytes of answers there should be that clients have not taken yet. One that is larger may be there alone;
+    where no client has taken one to its end for ``patience`` seconds, the next ones do not wait for them.
+    """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, patience: float = 5.0) -> None:
+        self._most, self._patience = most, patience
         self.used = 0
         """How many bytes clients have not taken yet."""
         self._freed = asyncio.Event()
+        self._freed_at = 0.0  # by the clock of the loop
 
     async def take(self, nbytes: int) -> None:
-        """Wait until there is room for so many bytes, and take it."""
-        while self.used and self.used + nbytes > self._most:
+        """Wait until there is room for so many bytes, or until that has taken too long, and take it."""
+        clock = asyncio.get_running_loop().time
+        if not self.used:
+            self._freed_at = clock()
+        while self.used and self.used + nbytes > self._most and clock() < self._freed_at + self._patience:
             self._freed.clear()
-            await self._freed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(self._freed_at + self._patience):
+                    await self._freed.wait()
         self.used += nbytes
 
     def give(self, nbytes: int) -> None:
         """Give the room of so many bytes back."""
         self.used -= nbytes
+        self._freed_at = asyncio.get_running_loop().time()
         self._freed.set()
 
 
