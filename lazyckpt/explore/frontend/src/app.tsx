@@ -13,7 +13,7 @@ import { WidgetTransport } from "./widget";
 import { ReportNote } from "./parts/reportnote";
 import { Dialog } from "./ui/dialog";
 import { Failure } from "./ui/failure";
-import { bytes, count, grouped, shownName } from "./ui/text";
+import { bytes, count, grouped, shownName, shownPlace } from "./ui/text";
 
 const SHARED = ["state", "step", "side", "name"]; // parameters that go along to another page
 
@@ -126,7 +126,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
       <div class="frame" ref={frame}>
         <header class="top">
           <div class="top-line">
-            <h1>{shownName(title)}</h1>
+            <h1 title={shownName(title, 2000)}>{sides.length > 1 ? sides.map(({ root }) => shownPlace(root, 34)).join(" and ") : shownPlace(title)}</h1>
             <p class="top-facts">
               {kind === "checkpoint" ? side.format : kind} · {count(side.numel)} parameters · {bytes(side.nbytes)} ·{" "}
               {grouped(side.tensors)} {side.tensors === 1 ? "tensor" : "tensors"} in {grouped(side.files)}{" "}
@@ -140,8 +140,8 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
                   value={route.params["side"] ?? "a"}
                   onChange={(event) => context.go({ side: event.currentTarget.value === "b" ? "b" : undefined })}
                 >
-                  <option value="a">A: {shownName(sides[0]!.root)}</option>
-                  <option value="b">B: {shownName(sides[1]!.root)}</option>
+                  <option value="a">A: {shownPlace(sides[0]!.root, 34)}</option>
+                  <option value="b">B: {shownPlace(sides[1]!.root, 34)}</option>
                 </select>
               )}
               <StateSwitch side={side} context={context} />
