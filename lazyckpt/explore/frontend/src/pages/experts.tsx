@@ -63,7 +63,7 @@ function Norms() {
     <>
       <Figure title="Norms of the experts" note="L2 norm of all tensors of an expert; a click compares the experts of a layer" name="norms of experts" python="view.plot.experts()">
         <Grid
-          numbers
+          numbers={(norm) => norm.toPrecision(3)}
           rows={value.layers.map((one) => shownName(one))}
           columns={value.experts.map(String)}
           values={norms}
@@ -103,7 +103,7 @@ function LikenessOf({ layer }: { layer: string }) {
   return (
     <Figure title={`How alike the experts of layer ${shownName(value.layer)} are`} note={`cosine of the angle between two experts; ${how}`} name={`likeness of experts in layer ${value.layer}`} python={`lazyckpt.inspect.expert_likeness.expert_likeness(view, ${/^\d+$/.test(value.layer) ? value.layer : pyText(value.layer)})`}>
       <Grid
-        numbers
+        numbers={(cosine) => cosine.toFixed(3)}
         rows={value.experts.map(String)}
         columns={value.experts.map(String)}
         values={values}

@@ -64,7 +64,7 @@ export function Cards(props: Props) {
     <div class="tensor-cards">
       {!empty && <HistogramCard {...props} />}
       {!empty && api.holds("tensor/outliers", { ...common, count: OUTLIERS }) && <OutlierCard {...props} />}
-      {!empty && facts.bits && api.holds("tensor/bits", common) && <BitsCard {...props} />}
+      {!empty && facts.bits && api.holds("tensor/bits", common) && <div class="tensor-tall"><BitsCard {...props} /></div>}
       {!empty && facts.spectrum && api.holds("tensor/spectrum", spectrumOf(props)) && <SpectrumCard {...props} />}
       {!empty && live && EMBEDDING.test(facts.name) && facts.shape.length === 2 && <NeighbourCard {...props} />}
       {!empty && api.holds("tensor/values", windowOf(props).params) && <ValuesCard {...props} />}

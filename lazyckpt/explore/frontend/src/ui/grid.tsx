@@ -31,8 +31,8 @@ interface Props {
   legend: string;
   /** What numbers of the legend are round in: 1024 for bytes. */
   unit?: number;
-  /** Whether the cells have their numbers on them, where these fit. */
-  numbers?: boolean;
+  /** Whether the cells have their numbers on them, where these fit, or how they are written there. */
+  numbers?: boolean | ((value: number) => string);
 }
 
 const LABELS = 11; // height of labels, in pixels
@@ -82,7 +82,7 @@ export function Grid(props: Props) {
   const scale = svg.current ? svg.current.getBoundingClientRect().width / box.w : 1;
   // cells that are nearly alike have one quiet colour; numbers stand in the cells if they are asked for and fit
   const quiet = alike(values);
-  const texts = numbers || quiet ? Array.from(values, (value) => (shown(value) ? format(value) : "")) : [];
+  const texts = numbers || quiet ? Array.from(values, (value) => (shown(value) ? (typeof numbers === "function" ? numbers(value) : format(value)) : "")) : [];
   const longest = texts.reduce((n, text) => Math.max(n, text.length), 0);
   const written = longest > 0 && cell.w > 6.2 * longest + 4 && cell.h > LABELS + 2;
   // going over the cells draws none of them anew
