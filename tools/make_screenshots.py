@@ -283,7 +283,7 @@ def draw_explore_report(folder: Path, target: Path) -> None:
 def draw_explore_notebook(folder: Path, target: Path) -> None:
     """The widget in JupyterLab, with one of its pages."""
     with jupyterlab(folder, 'lazyckpt.open("zero3").widget(height=520)') as address:
-        for driver, theme in drivers(1040, 760):
+        for driver, theme in drivers(1040, 740):
             driver.get(f"{address}/lab/tree/picture.ipynb?token={TOKEN}&reset")
             wait_for(driver, "document.querySelector('.jp-Notebook .jp-Cell')", 120)
             wait_for(driver, "document.querySelector('.jp-Notebook-ExecutionIndicator[data-status=idle]')", 60)
@@ -292,10 +292,10 @@ def draw_explore_notebook(folder: Path, target: Path) -> None:
                 ("application:toggle-left-area", {}),
                 ("notebook:run-all-cells", {}),
             ):
-                driver.execute_script("return window.jupyterapp.commands.execute(...arguments)", command, args)
-            wait_for(driver, "document.querySelector('.jp-OutputArea [role=treeitem]')", 60)
-            driver.execute_script("document.querySelector('.jp-OutputArea nav a[href*=tensor]').scrollIntoView()")
-            time.sleep(1)
+                driver.execute_script("window.jupyterapp.commands.execute(...arguments)", command, args)
+                time.sleep(1)
+            wait_for(driver, "document.querySelector('.jp-OutputArea [role=treeitem]')", 120)
+            driver.execute_script("document.querySelectorAll('[class*=Toastify]').forEach(one => one.remove())")
             keep(driver, folder, target, theme)
 
 
@@ -437,11 +437,13 @@ def save(figure: Any, target: Path) -> None:
 
 
 def lighten(target: Path) -> None:
-    """Keep at most 256 colours of a PNG, which makes the file a third."""
+    """Keep at most 256 colours of a PNG, which makes the file a third; of the many of the explorer 96."""
     from PIL import Image
 
     picture = Image.open(target).convert("RGB")
-    picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
+    picture.quantize(
+        96 if target.name.startswith("explore") else 256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE
+    ).save(target, optimize=True)
 
 
 def main() -> int:
