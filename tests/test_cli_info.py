@@ -70,6 +70,17 @@ def test_lines_of_metadata_are_counted() -> None:
     assert len(meta_lines(deep)[0]) == 400
 
 
+def test_equal_entries_of_metadata_have_one_line() -> None:
+    versions = {"": {"version": 1}} | {f"layers.{n}": {"version": 1 + (n == 5)} for n in range(9)}
+    meta = {"_metadata": versions, "rates": {str(n): {"lr": n} for n in range(9)}}
+    lines, _ = meta_lines(meta)
+    assert [line.key for line in lines[:5]] == [
+        "_metadata", "'', layers.0, layers.1 and 6 more alike", "version", "layers.5", "version"
+    ]  # fmt: skip
+    assert len(lines) == 5 + 1 + 2 * 9
+    assert len(meta_lines(meta, fold=False)[0]) == 1 + 2 * 10 + 1 + 2 * 9
+
+
 @pytest.mark.slow
 def test_a_loss_is_looked_for_in_little_time() -> None:
     assert loss_of({"a": {"b": {"c": {"d": {"e": {"loss": 1.0}}}}}}) is None

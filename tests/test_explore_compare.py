@@ -14,6 +14,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.explore.api import Explorer
+from lazyckpt.explore.endpoints.compare import REPORT
 from lazyckpt.explore.query import Cancelled
 from lazyckpt.explore.subject import Subject
 from lazyckpt.exploring import subject_of
@@ -198,6 +199,38 @@ def test_a_tensor_of_a_run_minus_that_of_the_step_before(run: Explorer, steps: d
     assert [float(one) for one in shown[0]] == pytest.approx(wanted[3].tolist(), rel=1e-6)
     assert not asked(run, "tensor", name="emb.weight", step=str(STEPS[0]))["derived"]
     assert run.answer("tensor", {"name": "emb.weight", "of": "change", "step": str(STEPS[0])}).status == 400
+
+
+def test_two_steps_of_a_run_are_compared(run: Explorer, steps: dict[int, Tensors]) -> None:
+    first, before, last = STEPS
+    assert asked(run, "compare")["steps"] == [last, before]
+    assert asked(run, "compare", step=str(first))["steps"] == [first, before]
+    found = asked(run, "compare", step=str(last), **{"with": str(first)})
+    assert (found["steps"], found["names"], found["both"]) == ([last, first], 8, 8)
+    a, b = (eval(one, {"lazyckpt": lazyckpt}) for one in found["python"])
+    assert torch.equal(a["emb.weight"][...], steps[last]["emb.weight"])
+    assert torch.equal(b["emb.weight"][...], steps[first]["emb.weight"])
+    rows = asked(run, "compare/differences", step=str(last), **{"with": str(first)})["rows"]
+    for row in rows:
+        x, y = steps[last][row["name"]], steps[first][row["name"]]
+        if "bias" in row["name"]:
+            assert row["status"] == "equal"
+        else:
+            assert row["relative"] == pytest.approx(_relative(x, y))
+    assert asked(run, "compare/differences", step=str(first))["rows"][0]["relative"] == pytest.approx(
+        _relative(steps[first]["emb.weight"], steps[before]["emb.weight"])
+    )
+    values = {"name": "emb.weight", "step": str(first), "with": str(last), "rows": "20", "cols": "8"}
+    wanted = steps[first]["emb.weight"].double() - steps[last]["emb.weight"].double()
+    assert np.array_equal(tile(run, **values)[1]["mean"], wanted.numpy())
+    assert run.answer("compare", {"with": "11"}).status == 400
+    assert run.answer("compare", {"step": "11"}).status == 400
+
+
+def test_a_report_of_a_run_compares_its_last_two_steps(run: Explorer) -> None:
+    wanted = {(one.path, *one.values.items()) for one in REPORT(run.subject)}
+    assert ("compare",) in wanted
+    assert ("compare/differences", ("low", "0")) in wanted
 
 
 def test_a_run_lists_its_steps_and_kinds(run: Explorer) -> None:

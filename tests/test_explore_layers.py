@@ -15,7 +15,7 @@ from lazyckpt import demo
 from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.query import Cancelled
 from lazyckpt.explore.subject import Subject
-from lazyckpt.inspect.expert_likeness import expert_likeness
+from lazyckpt.inspect.expert_likeness import expert_likeness, nearest_experts
 
 
 def asked(explorer: Explorer, path: str, **values: str) -> Any:
@@ -119,6 +119,31 @@ def test_experts_have_norms_and_angles(mixture: dict[str, torch.Tensor], tmp_pat
     assert asked(explorer, "experts/likeness", layer="1")["cosines"][2][0] == "NaN"
 
 
+def test_the_most_alike_expert_is_that_of_the_cosines(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    view = saved(mixture, tmp_path / "model.pt")
+    explorer = Explorer(Subject(view))
+    listed = asked(explorer, "experts/layers")
+    assert listed == {"layers": ["0", "1"], "experts": [0, 1, 2, 3], "reads": [4 * 2 * 16 * 8 * 4] * 2}
+    whole = nearest_experts(view)
+    for n, layer in enumerate(listed["layers"]):
+        cosines = asked(explorer, "experts/likeness", layer=layer)["cosines"]
+        found = asked(explorer, "experts/nearest", layer=layer)
+        for expert, (other, cosine) in enumerate(zip(found["nearest"], found["cosines"], strict=True)):
+            others = {k: x for k, x in enumerate(cosines[expert]) if k != expert and x != "NaN"}
+            assert other == max(others, key=lambda k: others[k], default=None)
+            assert cosine == (others[other] if others else "NaN")
+            assert whole.values[n, expert] == pytest.approx(float(cosine), nan_ok=True)
+    assert asked(explorer, "experts/nearest", layer="0")["nearest"][:2] == [1, 0]  # one is twice the other
+    assert explorer.answer("experts/nearest", {"layer": "7"}).status == 400
+
+
+def test_a_layer_of_unlike_shapes_does_not_hide_the_others(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    odd = mixture | {"model.layers.1.mlp.experts.0.up_proj.weight": torch.ones(3, 8)}
+    found = nearest_experts(saved(odd, tmp_path / "model.pt"))
+    assert found.marks == {("1", expert): "?" for expert in range(4)}
+    assert found.values[0, 0] == pytest.approx(1)
+
+
 def test_stacked_experts_are_those_of_single_ones(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:
     stacked = {
         f"model.layers.{layer}.mlp.experts.{kind}": torch.stack(
@@ -157,7 +182,7 @@ def test_large_layers_are_sampled(mixture: dict[str, torch.Tensor], tmp_path: Pa
     assert not math.isclose(found.cosines[0, 2], 1, abs_tol=1e-3)
 
 
-@pytest.mark.parametrize("path", ["layers", "updates", "experts", "experts/likeness"])
+@pytest.mark.parametrize("path", ["layers", "updates", "experts", "experts/likeness", "experts/nearest"])
 def test_work_ends_when_nobody_waits(
     path: str, trained: lazyckpt.CheckpointView, mixture: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

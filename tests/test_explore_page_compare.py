@@ -66,7 +66,7 @@ def test_two_checkpoints_are_compared(page: Callable[..., Page], tmp_path: Path)
     compare.browser.js(f"{tree}.find(e => e.textContent.includes('layers.2.up')).click()")
     compare.until("document.querySelector('.compare canvas')")
     assert "name=layers.2.up.weight" in compare.browser.js("return location.hash")
-    assert "plot.heatmap()" in compare.browser.js("return document.querySelector('.compare').textContent")
+    assert ".plot.difference(" in compare.browser.js("return document.querySelector('.compare').textContent")
 
     compare.go("#/compare?list=all&measure=angle")
     table = compare.until("document.querySelector('[aria-label=differences]')?.textContent")
@@ -98,3 +98,38 @@ def test_a_run_has_its_courses(page: Callable[..., Page], tmp_path: Path) -> Non
     assert "0.5" in row  # of 3 * 2 at step 10, 3 * 3 at step 20
     assert run.browser.js("return document.querySelector('.run-slider output').textContent") == "20"
     assert run.browser.js("return document.querySelectorAll('.chart-mark').length") == 1
+
+
+def test_a_step_is_chosen_on_every_page_and_compared_with_another(page: Callable[..., Page], tmp_path: Path) -> None:
+    for step in (10, 20, 40):
+        (tmp_path / f"step_{step}").mkdir()
+        torch.save(model(step / 10), tmp_path / f"step_{step}" / "model.pt")
+    run = page(tmp_path)
+    run.go("#/tensor?name=layers.2.up.weight&step=20")
+    values = "document.querySelector('[aria-label=\"Values as a table\"] [role=table]')?.textContent"
+    run.until(f"{values}?.includes('9.0')")  # 3 * (1 + 2)
+    shown = "document.querySelector('select[aria-label=step]').value"
+    assert run.browser.js(f"return {shown}") == "20"
+    run.keys(".")
+    run.until(f"location.hash.includes('step=40') && {shown} === '40' && {values}?.includes('15.0')")
+    run.browser.js("document.querySelector('[aria-label=\"previous step\"]').click()")
+    run.until(f"location.hash.includes('step=20') && {values}?.includes('9.0')")
+
+    run.go("#/run?step=40")
+    run.until("document.querySelector('.run-tools')")
+    run.browser.js(
+        "const s = [...document.querySelectorAll('.run-tools select')].find(e => e.textContent.includes('step 10'));"
+        "s.value = '10'; s.dispatchEvent(new Event('change', { bubbles: true }))"
+    )
+    run.until("location.hash.startsWith('#/compare?') && location.hash.includes('with=10')")
+    text = run.until(
+        "document.querySelector('.compare-summary')?.textContent.includes('3 have') && document.body.innerText"
+    )
+    assert ".at(40), " in text
+    assert ".at(10))" in text
+    run.go("#/compare?step=40&with=20&name=layers.2.up.weight&list=all")
+    run.until("document.querySelector('.compare canvas')")
+    row = run.until(
+        "[...document.querySelectorAll('.compare [role=row]')].find(e => e.textContent.includes('2.up'))?.textContent"
+    )
+    assert "0.4000" in row  # of 3 * 5 at step 40, 3 * 3 at step 20

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import lazyckpt
+from lazyckpt import demo
 
 from .browser import Browser, chromium, running
 
@@ -49,10 +50,13 @@ def test_a_tensor_from_the_whole_to_one_element(browser: Browser, tmp_path: Path
         assert "[650, 550]" in rows[2].text
         rows[2].click()
         until(browser, "location.hash.includes('view=')")
-        python = until(browser, "(p => p.includes('[64') && p)(document.querySelector('.python code').textContent)")
-        part = eval(python, {"lazyckpt": lazyckpt})  # what the page shows has the element
+        codes = "[...document.querySelectorAll('.python code')].map(c => c.textContent)"
+        python = until(browser, f"{codes}.find(p => p.includes('window=((64'))")
+        names: dict[str, Any] = {}
+        exec(python.replace("; lazyckpt.", "; found = lazyckpt.", 1), names)  # what the page shows has the element
+        part = names["found"].images[0].get_array()
         assert (part == 77).any()
-        assert part.numel() < 1000
+        assert part.size < 1000
 
         canvas = browser.all(".heatmap canvas")[0]
         before = browser.js("return location.hash")
@@ -71,6 +75,54 @@ def test_a_tensor_from_the_whole_to_one_element(browser: Browser, tmp_path: Path
         browser.driver.get(f"http://127.0.0.1:{server.port}/#/tensor?name=scalar")
         until(browser, "document.querySelector('.tensor-head h2')?.textContent.startsWith('scalar')")
         until(browser, "document.querySelector('.heatmap canvas')")
+
+
+def test_states_are_side_by_side_with_one_window(browser: Browser, tmp_path: Path) -> None:
+    demo.write(tmp_path)
+    name = "model.layers.0.mlp.down_proj.weight"
+    with lazyckpt.serve(tmp_path / "zero3") as server:
+        browser.driver.get(server.url)
+        browser.driver.get(f"http://127.0.0.1:{server.port}/#/tensor?name={name}&beside=exp_avg")
+        until(browser, "document.querySelectorAll('.tensor-beside canvas[tabindex]').length === 2")
+        until(
+            browser,
+            "(b => b && (b.click(), true))([...document.querySelectorAll('[aria-label=\"side by side\"] button')]"
+            ".find(e => e.textContent === '+ exp_avg_sq'))",
+        )
+        until(browser, "decodeURIComponent(location.hash).includes('beside=exp_avg,exp_avg_sq')")
+        until(browser, "document.querySelectorAll('.tensor-beside canvas[tabindex]').length === 3")
+        lines = (
+            "[...document.querySelectorAll('.tensor-beside .python code')].map(e => e.textContent)"
+            ".filter(e => e.includes('.plot.heatmap('))"
+        )
+        browser.all(".tensor-beside .heatmap canvas")[1].send_keys("+")
+        until(browser, "location.hash.includes('view=')")
+        found = until(browser, f"(all => all.every(e => e.includes('window=((8, 24), (18, 54))')) && all)({lines})")
+    plots = [eval(line.removeprefix("import lazyckpt; "), {"lazyckpt": lazyckpt}) for line in found]
+    view = lazyckpt.open(tmp_path / "zero3")
+    for plot, state in zip(plots, ("fp32", "exp_avg", "exp_avg_sq"), strict=True):
+        drawn = torch.tensor(plot.images[0].get_array())
+        assert torch.equal(drawn.float(), view.states[state][name][8:24, 18:54])
+
+
+def test_the_lines_of_python_run(browser: Browser, tmp_path: Path) -> None:
+    expert = "model.layers.{}.mlp.experts.{}.up_proj.weight"
+    torch.save({expert.format(n, e): torch.randn(6, 8).bfloat16() for n in (0, 1) for e in (0, 1)}, tmp_path / "moe.pt")
+    name = expert.format(1, 0)
+    routes = {f"tree?name={name}": 1, f"tensor?name={name}": 7, "architecture?unit=elements": 4, "experts?layer=1": 3}
+    codes = "[...document.querySelectorAll('.python code')].map(c => c.textContent)"
+    with lazyckpt.serve(tmp_path / "moe.pt") as server:
+        browser.driver.get(server.url)
+        lines = []
+        for route, count in routes.items():
+            browser.driver.get(f"http://127.0.0.1:{server.port}/#/{route}")
+            page = route.partition("?")[0]
+            lines += until(
+                browser, f"location.hash.startsWith('#/{page}') && (c => c.length === {count} && c)({codes})"
+            )
+    for line in lines:
+        exec(line, {})
+    assert sum(name in line for line in lines) == 8
 
 
 def test_a_report_shows_pictures(browser: Browser, tmp_path: Path) -> None:

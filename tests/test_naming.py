@@ -283,3 +283,17 @@ def test_states_of_generators_are_no_weights(tmp_path: Path) -> None:
     view = lazyckpt.open(tmp_path / "x.pt")
     assert list(view) == ["net.weight", "net.bias", "random_mask"]
     same(view["rng"][...], tree["rng"], "the stored name finds it")
+
+
+@pytest.mark.parametrize("word", ["rng", "random", "rng_state", "random_proj"])
+def test_bytes_of_a_module_with_such_a_name_are_weights(tmp_path: Path, word: str) -> None:
+    """A table of 16 bytes is as long as the state of CUDA's generator."""
+    table = torch.arange(16, dtype=torch.uint8)
+    inner = {"lut": table, "weight": torch.ones(2), "random_mask": table + 1, "rng": {"cuda": [table + 2]}}
+    torch.save(
+        {"enc": {word: inner, f"{word}.fc.lut": table + 3, f"{word}.fc.weight": torch.ones(2)}}, tmp_path / "x.pt"
+    )
+    view = lazyckpt.open(tmp_path / "x.pt")
+    held = ("lut", "weight", "random_mask", "fc.lut", "fc.weight")
+    assert list(view) == [f"enc.{word}.{name}" for name in held]
+    same(view[f"enc.{word}.lut"][...], table, "lut")

@@ -410,8 +410,17 @@ def test_experts(tmp_path: Path) -> None:
     drawn = np.asarray(saved(tmp_path, stacked).plot.experts().images[0].get_array())
     norms = torch.stack(list(stacked.values())).double().flatten(2).norm(dim=2).numpy()
     assert drawn == pytest.approx(np.log2(norms / np.median(norms, axis=1)[:, None]), rel=1e-6)
-    with pytest.raises(DataError, match="expert"):
-        saved(tmp_path, {"w": torch.ones(2)}).plot.experts()
+    flat = [t.double().flatten(1) / t.double().flatten(1).norm(dim=1, keepdim=True) for t in stacked.values()]
+    alike = torch.stack([(t @ t.T).fill_diagonal_(-1).max(dim=1).values for t in flat]).numpy()
+    ax = saved(tmp_path, stacked).plot.experts("likeness")
+    assert np.asarray(ax.images[0].get_array()) == pytest.approx(alike)
+    opposite = saved(tmp_path, {"layers.0.mlp.experts.up": torch.tensor([[[1.0, 1]], [[-1, -1]]])})
+    image = opposite.plot.experts("likeness").images[0]
+    assert np.asarray(image.get_array()) == pytest.approx(np.full((1, 2), -1))
+    assert image.norm(-1) == pytest.approx(0)  # the colour of the lowest value
+    for name, quantity in (("w", "norm"), ("w", "likeness"), ("layers.0.mlp.experts.up", "cosine")):
+        with pytest.raises(DataError, match="expert"):
+            saved(tmp_path, {name: torch.ones(2, 2, 2)}).plot.experts(quantity)
 
 
 def test_ranks(zero_cases: dict[str, Case], tmp_path: Path) -> None:

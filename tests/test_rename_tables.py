@@ -336,6 +336,8 @@ def test_names_of_no_architecture_or_of_several_are_refused(tmp_path: Path) -> N
         ("llama", {"intermediate_size": 11}, r"intermediate_size.*11"),
         ("gpt_neox", {"num_attention_heads": 3}, r"query_key_value.*48.*heads.*44"),
         ("falcon", {"num_kv_heads": 4}, r"query_key_value.*32.*heads.*48"),
+        ("qwen3_next", {"linear_key_head_dim": 5}, r"in_proj_ba.* rows are not .* 2 heads of 5"),
+        ("glm4_moe", {"num_hidden_layers": 1, "num_nextn_predict_layers": 0}, r"1 layer, .*layer 1"),
     ],
 )
 def test_a_configuration_of_another_model_is_refused(

@@ -488,6 +488,49 @@ def test_shell_sorted(model: Path) -> None:
     assert result.exit_code == 2 and "no column 'size'" in result.stderr
 
 
+def test_shell_prints_the_column_it_sorts_by(model: Path) -> None:
+    for column, title, first in (("absmax", "absmax", "1999"), ("l1", "norm", "1.999e+06"), ("neginf", "-Inf", "1")):
+        head, line = (one.split() for one in shell(model, "--sort", column).splitlines()[:2])
+        head = " ".join(head).replace("L1 norm", "norm", column == "l1").replace("L2 norm", "l2").split()
+        assert line[head.index(title) - len(head)] == first
+
+
+def test_shell_folds_repeated_layers(tmp_path: Path) -> None:
+    tensors = {f"layers.{n}.{what}": torch.full((2, 3), float(n)) for n in range(40) for what in "abc"}
+    tensors["layers.30.b"][0, 0] = math.nan
+    tensors["layers.7.c"] = torch.full((2, 4), 100.0)
+    saved(tmp_path, tensors | {"norm": torch.ones(2)})
+    lines = shell(tmp_path / "model.pt").splitlines()
+    names = {"layers.{0-39}.a", "layers.{0-39}.b", "layers.{0-6,8-39}.c", "layers.7.c", "norm"}
+    assert {line.split()[0] for line in lines[1:-2]} == names
+    by_name = {line.split()[0]: line for line in lines}
+    whole = torch.stack([tensors[f"layers.{n}.a"] for n in range(40)])
+    mean, std, least, most, norm = by_name["layers.{0-39}.a"].split()[4:9]
+    assert [mean, std] == [f"{whole.mean():.4g}", f"{whole.std(correction=0):.4g}"]
+    assert [least, most, norm] == ["0", "39", f"{whole.norm():.4g}"]
+    assert by_name["layers.{0-39}.a"].endswith("largest at layers 39")
+    assert by_name["layers.{0-39}.b"].endswith("NaN at layers 30")
+    assert by_name["total"].split() == str(lazyckpt.open(tmp_path / "model.pt").stats()).splitlines()[-1].split()
+    assert len(shell(tmp_path / "model.pt", "--all").splitlines()) == len(tensors) + 3
+    assert len(shell(tmp_path / "model.pt", "--sort", "l2").splitlines()) == len(tensors) + 3
+
+
+def test_shell_tells_of_names_without_a_row_and_folds_them_in_ls(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    save_file({"\u65e5\u672c": torch.ones(2), " b": torch.ones(2)}, tmp_path / "m/model-00001-of-00002.safetensors")
+    names = {f"lost.{n}": "model-00002-of-00002.safetensors" for n in range(50)}
+    held = dict.fromkeys(("\u65e5\u672c", " b"), "model-00001-of-00002.safetensors")
+    index = {"metadata": {}, "weight_map": held | names}
+    (tmp_path / "m/model.safetensors.index.json").write_text(json.dumps(index))
+    head, first, second, _, note = shell(tmp_path / "m").splitlines()
+    assert note.startswith("50 tensors without a row")
+    at = head.index("dtype")
+    assert first[:at].rstrip() == "' b'" and first.index("f32") == at
+    assert second.index("f32") == at - 2  # two characters of two columns each
+    listed = CliRunner().invoke(cli.app, ["ls", str(tmp_path / "m")]).stdout.splitlines()
+    assert len(listed) < 8 and any("and 47 more" in line for line in listed)
+
+
 def test_shell_json_and_csv(model: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")

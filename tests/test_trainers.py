@@ -372,6 +372,31 @@ def test_files_of_another_step_at_a_constant_rate_are_told(
     assert told == [("step-mismatch", path) for path in wanted]
 
 
+class _Arguments:
+    """What training_args.bin holds, as far as it matters here."""
+
+    fp16: bool
+
+
+@pytest.mark.parametrize("scheduler", [3, 4])
+def test_steps_that_were_skipped_with_fp16_are_none_of_another_save(
+    trainer_cases: dict[str, Case], tmp_path: Path, scheduler: int
+) -> None:
+    """By versions of transformers that save no scaler. The schedulers of the oldest count such steps."""
+    folder = _copied(trainer_cases["trainer_llama"], tmp_path) / "checkpoint-4"
+    files = {name: torch.load(folder / name, weights_only=True) for name in ("optimizer.pt", "scheduler.pt")}
+    files["scheduler.pt"]["last_epoch"] = scheduler
+    for state in files["optimizer.pt"]["state"].values():
+        state["step"] = torch.tensor(3.0)
+    for name, held in files.items():
+        torch.save(held, folder / name)
+    assert {p.code for p in lazyckpt.open(folder).problems} == {"step-mismatch"}
+    arguments = _Arguments()
+    arguments.fp16 = True
+    torch.save(arguments, folder / "training_args.bin")
+    assert not any(p.code == "step-mismatch" for p in lazyckpt.open(folder).problems)
+
+
 def test_shards_of_torch_checkpointing(trainer_cases: dict[str, Case], tmp_path: Path) -> None:
     case = trainer_cases["torch_checkpointing_safetensors"]
     view = lazyckpt.open(case.path)

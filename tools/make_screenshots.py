@@ -184,7 +184,7 @@ def draw_tensor(folder: Path, target: Path) -> None:
 
 def draw_explore(folder: Path, target: Path) -> None:
     """The explorer with a tensor: its values, and the ranks that hold them."""
-    shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 765)
+    shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 795)
 
 
 def draw_explore_tree(folder: Path, target: Path) -> None:
@@ -235,6 +235,11 @@ def draw_explore_heads(folder: Path, target: Path) -> None:
         wait_for(driver, "location.hash.includes('view=')")
 
     shoot_explorer(folder, "moe", f"tensor?name={name}", target, 765, head)
+
+
+def draw_explore_beside(folder: Path, target: Path) -> None:
+    """A weight and its moments side by side."""
+    shoot_explorer(folder, "zero3", f"tensor?name={NAME}&beside=exp_avg,exp_avg_sq", target, 760)
 
 
 def draw_explore_architecture(folder: Path, target: Path) -> None:

@@ -151,7 +151,7 @@ def of_level(row: Row, view: CheckpointView, problems: Sequence[str], states: Se
 
 def _kinds(row: Row) -> list[str]:
     """Return the kinds of tensors of a level, the most bytes first: names without numbers, with counts and sizes."""
-    from ..show.differences import template
+    from ..show.repeated import template
 
     if row.node.tensors > _COUNTED:
         return []

@@ -266,7 +266,8 @@ class Names(ScrollView, can_focus=True):
 
         indent = "│ " * min(row.depth, max(0, (width - 12) // 2))
         mark = "  " if row.leaf else "▾ " if row.opened else "▸ "
-        label = printable(shortened(row.label)) or "''"
+        label = printable(shortened(row.label))
+        label = label if label and label == label.strip() else f"'{label}'"  # outer spaces are no indentation
         note = f"  {len(row.nodes):,} alike" if row.folded else ""
         room = max(1, width - len(indent) - 2)
         if cell_len(label) + len(note) > room:

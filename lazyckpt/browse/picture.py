@@ -167,7 +167,7 @@ def legend(shown: Picture, t: LazyArray) -> str:
     top, bottom, left, right = shown.box
     cell = [int(np.diff(edges).max(initial=1)) for edges in (shown.pixels.row_edges, shown.pixels.col_edges)]
     single = bool((shown.pixels.count <= 1).all())
-    ends = f"{-shown.most if shown.signed else 0:.3g} to {shown.most:.3g}"
+    ends = f"colours {-shown.most if shown.signed else 0:.3g} to {shown.most:.3g}"
     parts = [ends, "each cell is an element" if single else f"{HOW[shown.how]} of {cell[0]:,} x {cell[1]:,}"]
     if (top, left, bottom, right) != (0, 0, plane.height, plane.width):
         parts.append(f"rows {top:,}-{bottom - 1:,}, columns {left:,}-{right - 1:,}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..core.units import plural
+from ..core.units import columns_of, padded, plural
 from ..errors import DataError, TensorNotFoundError, printable
 from ..inspect.diff import Diff
 from ..runs.compare import diff as diff_views
@@ -127,7 +127,7 @@ def _print(found: Diff, every: bool, as_json: bool) -> None:
 def _print_table(lines: list[differences.Line]) -> None:
     """Print the lines in parts by their kind, in columns that are aligned over all parts."""
     table = [(line, differences.cells(line)) for line in lines]
-    widths = [max((len(row[c]) for _, row in table), default=0) for c in range(6)]
+    widths = [max((columns_of(row[c]) for _, row in table), default=0) for c in range(6)]
     folded = any(line.of > 1 for line in lines)
     last: str | None = None
     for line, (*numbers, name, kind, count, most) in table:
@@ -149,6 +149,7 @@ def _print_table(lines: list[differences.Line]) -> None:
         )
         counted = f"{count + (' tensors' if len(line.rows) > 1 else ''):<{widths[5] + 8}}  " if folded else ""
         write_line(
-            ("  " + first, style), (f"{name:<{widths[3]}}  ", ""), (f"{kind:<{widths[4]}}  ", "cyan"), (counted, ""),
+            ("  " + first, style), (f"{padded(name, widths[3])}  ", ""), (f"{kind:<{widths[4]}}  ", "cyan"),
+            (counted, ""),
             (f"most at {most}" if line.kind == "values" and len(line.rows) > 1 and most else most, "dim"), strip=True,
         )  # fmt: skip

@@ -10,7 +10,7 @@ import typer
 from ..errors import TensorNotFoundError, and_more
 from ..io.plain_json import encode
 from ..namespace import plain_meta
-from ..show.about import facts_of, meta_lines
+from ..show.about import LINES, facts_of, meta_lines
 from .console import write_line, write_text
 from .options import BaseOption, FormatOption, JsonOption, PathArg, RulesOption, TagOption, open_view, typed
 
@@ -21,7 +21,9 @@ def info(
         str, typer.Argument(metavar="KEY", help="A part of the metadata: args, or args.lr", show_default=False)
     ] = "",
     depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the metadata to print.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Print the metadata without a limit of lines.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Print all of the metadata: fold nothing, cut nothing.")
+    ] = False,
     tag: TagOption = None,
     format: FormatOption = None,
     rules: RulesOption = None,
@@ -43,7 +45,10 @@ def info(
     for what, value in facts:
         write_line((f"{what:<{width}}  ", "bold"), (value, ""))
     lines, left_out = meta_lines(
-        meta if isinstance(meta, dict) or not key else {key: meta}, depth, None if everything else 400
+        meta if isinstance(meta, dict) or not key else {key: meta},
+        depth,
+        None if everything else LINES,
+        fold=not everything,
     )
     if lines and facts:
         write_line(("", ""))

@@ -66,7 +66,7 @@ class _Group(TyperGroup):
         if first not in COMMANDS and (set(first) & set("/.:") or os.path.exists(first)):
             args = ["ls", *args]
         elif first not in COMMANDS and not first.startswith("-"):
-            near = get_close_matches(first, COMMANDS, 3, 0.5)
+            near = get_close_matches(first, COMMANDS, 3, 0.6)
             hint = f": did you mean {' or '.join(near)}?" if near else "; `lazyckpt --help` lists them."
             ctx.fail(f"There is no command, file or folder '{printable(first)}'{hint}")
         return super().resolve_command(ctx, args)

@@ -10,8 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
+from ..core.names import natural
+from ..core.units import plural
 from ..errors import DataError, printable
-from ..inspect.table import Stats, Table, is_odd
+from ..inspect.table import Stats, Table, is_odd, lines_of, pooled
+from ..show.repeated import ALIKE, joined, place_of, template
+from ..show.text import LINES
 from . import completing
 from .console import write_line, write_text
 from .options import (
@@ -63,6 +67,9 @@ def stats(
     bins: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Add histograms; elements wider than 16 bits are read twice.")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="A line for each tensor, also for those of repeated layers.")
+    ] = False,
     state: StateOption = None,
     stored: StoredOption = False,
     tag: TagOption = None,
@@ -76,7 +83,9 @@ def stats(
 
     Prints mean, standard deviation, range, norms and counts of zeros, NaN and infinities. All data is read once.
 
-    The other statistics exclude NaN and infinities. The row of a tensor that cannot be read says why.
+    The other statistics exclude NaN and infinities. The row of a tensor that cannot be read says why. If there are more
+    than 100 lines, the tensors of repeated layers have one line, with the layer of the largest element, or of the first
+    NaN or infinite one; --all and --sort print a line for each tensor.
     """
     if sort is not None and sort not in _COLUMNS:  # before everything is read
         raise DataError(f"there is no column {sort!r} to sort by; there are: {', '.join(_COLUMNS)}")
@@ -86,9 +95,12 @@ def stats(
     if as_json or as_csv:
         write_text(_json(table) if as_json else _csv(table))
     elif len(table):
-        _print(table)
+        _print(table, sort, fold=not everything and sort is None and bins is None)
     else:
         write_line(("(no tensors)", "dim"))
+    lost = len(chosen.unreadable)
+    if lost and not (as_json or as_csv):
+        write_line((f"{plural(lost, 'tensor')} without a row cannot be read: lazyckpt ls says why", "yellow"))
 
 
 def _ordered(table: Table, column: str | None) -> Table:
@@ -107,10 +119,11 @@ def _ordered(table: Table, column: str | None) -> Table:
     return Table(sorted(table, key=key))
 
 
-def _print(table: Table) -> None:
-    head, *lines = table.lines()
+def _print(table: Table, column: str | None, fold: bool) -> None:
+    shown = _folded(table) if fold and len(table) + 2 > LINES else [(row, "") for row in table]
+    head, *lines = lines_of([row for row, _ in shown], table, column)
     write_line(*((f"{cell}  ", "bold") for cell in head), strip=True)
-    total = len(lines) - 1 if len(table) > 1 else None
+    total = len(shown) if len(lines) > len(shown) else None
     for n, line in enumerate(lines):
         error = len(line) < len(head)
         pieces = []
@@ -118,7 +131,40 @@ def _print(table: Table) -> None:
             odd = is_odd(head[c], cell) or (error and c == 3)
             style = "bold red" if odd else "bold" if n == total else "cyan" if c in (1, 2) else ""
             pieces.append((f"{cell}  ", style))
-        write_line(*pieces, strip=True)
+        write_line(*pieces, ("" if n == total else shown[n][1], "dim"), strip=True)
+    if len(shown) < len(table):
+        write_line((f"{len(table):,} tensors, those of repeated layers in one line (--all prints each)", "dim"))
+
+
+def _folded(table: Table) -> list[tuple[Stats, str]]:
+    """Return the rows with one row for the tensors of repeated layers that have the same dtype and shape, each with the
+    place of what stands out in it: the first NaN or infinite element, else the largest."""
+    groups: dict[tuple[object, ...], list[Stats]] = {}
+    for row in table:
+        parts, numbers = template(row.name)
+        own = row.name if row.error is not None or not numbers else None
+        groups.setdefault((parts, row.dtype, row.shape, own), []).append(row)
+    found: list[tuple[Stats, str]] = []
+    for rows in groups.values():
+        if len(rows) < ALIKE:
+            found += [(row, "") for row in rows]
+            continue
+        rows.sort(key=lambda row: natural(row.name))
+        name = joined([row.name for row in rows])
+        found.append((pooled(name, rows), _standing_out(rows)))
+    return found
+
+
+def _standing_out(rows: list[Stats]) -> str:
+    strange = {"NaN": [row for row in rows if row.nan], "Inf": [row for row in rows if row.posinf or row.neginf]}
+    for what, odd in strange.items():
+        if odd:
+            others = f" and {len(odd) - 1:,} more" if len(odd) > 1 else ""
+            return f"{what} at {place_of(odd[0].name)}{others}"
+    largest = {row.name: row.absmax for row in rows if row.absmax is not None and not math.isnan(row.absmax)}
+    if len(set(largest.values())) < 2:
+        return ""
+    return f"largest at {place_of(max(largest, key=largest.__getitem__))}"
 
 
 def _json(table: Table) -> str:

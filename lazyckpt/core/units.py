@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from unicodedata import combining, east_asian_width
 
 from ..errors import DataError
 
@@ -68,3 +69,24 @@ def plural(n: int, what: str, several: str = "") -> str:
     ('1,000 tensors', '0 entries')
     """
     return f"{n:,} {what if n == 1 else several or what + 's'}"
+
+
+def columns_of(text: str) -> int:
+    """Return how many columns of a terminal a text takes: two for a Chinese character, none for a combining one.
+
+    >>> columns_of("norm"), columns_of("\u65e5\u672c"), columns_of("e\u0301")
+    (4, 4, 1)
+    """
+    if text.isascii():
+        return len(text)
+    return sum(2 if east_asian_width(c) in "WF" else 0 if combining(c) else 1 for c in text)
+
+
+def padded(text: str, width: int, right: bool = False) -> str:
+    """Return a text with spaces after it, or before it, so that it takes so many columns of a terminal.
+
+    >>> padded("\u65e5\u672c", 6), padded("12", 4, right=True)
+    ('\u65e5\u672c  ', '  12')
+    """
+    space = " " * (width - columns_of(text))
+    return space + text if right else text + space

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from ast import literal_eval
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -37,14 +39,26 @@ def place_of(view: Namespace[Any]) -> str:
 _OPENED = "opened by"  # key of `Namespace.kept`
 
 
-def note_opening(view: Namespace[Any], path: str, options: Mapping[str, Any]) -> None:
-    """Remember the path and the options of `lazyckpt.open` that a view was opened with, for `opening_of`. Options that
-    are None are left out; those that are no text cannot be shown."""
-    told = {name: value for name, value in options.items() if value is not None}
-    if all(isinstance(value, str) for value in told.values()):
+def note_opening(view: Namespace[Any], call: str, path: str, options: Mapping[str, Any]) -> None:
+    """Remember what a view was opened with, for `opening_of`: the function, the path and the options. Options that are
+    None are left out. If one is no plain data, nothing is remembered."""
+    told = {name: _plain(value) for name, value in options.items() if value is not None}
+    if all(value is not None for value in told.values()):
         shown = without_secrets(path, {}) if "://" in path else path
-        text = "".join(f", {name}={value!r}" for name, value in told.items())
-        view.kept[_OPENED] = f"lazyckpt.open({shown!r}{text})"
+        text = "".join(f", {name}={value}" for name, value in told.items())
+        view.kept[_OPENED] = f"{call}({shown!r}{text})"
+
+
+def _plain(value: Any) -> str | None:
+    """Return a value as Python writes it; None if it is no plain data."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, Mapping):
+        value = dict(value)
+    try:
+        return repr(value) if literal_eval(repr(value)) == value else None
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
 
 
 def opening_of(view: Namespace[Any]) -> str | None:

@@ -40,6 +40,7 @@ _MODULES = (
     "endpoints.tokens",
     "endpoints.compare",
     "endpoints.run",
+    "endpoints.python",
 )  # modules with a dictionary ENDPOINTS: path -> function
 _KEPT = 64 << 20  # bytes of answers that an explorer keeps
 _STATUS = (

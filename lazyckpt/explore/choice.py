@@ -88,6 +88,7 @@ def _of_one(view: View, name: str, common: Mapping[str, str], level: int) -> Ite
     if t is None:
         return
     yield Wanted("tensor", {"name": name, **common}, level=level)
+    yield Wanted("python", {"page": "tensor", "name": name, **common}, level=level)
     values = picture_values(name, t)
     if values is None:
         return

@@ -24,6 +24,7 @@ _CALLED = {
     "tree/norms": "blocks of norms in the tree",
     "layers": "states by layer",
     "experts/likeness": "layers of experts compared",
+    "experts/nearest": "layers of most alike experts",
     "compare/differences": "blocks of compared values",
     "compare/tile": "pictures of differences",
     "run/course": "curves over the steps",

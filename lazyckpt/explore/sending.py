@@ -13,6 +13,7 @@ import re
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -48,7 +49,9 @@ async def in_threads(threads: Executor, work: Callable[[], T]) -> T:
     try:
         return await asyncio.shield(found)
     except asyncio.CancelledError:
-        await asyncio.wait({found})
+        while not found.done():
+            with suppress(asyncio.CancelledError):  # the end of the loop cancels what was cancelled before, too
+                await asyncio.wait({found})
         raise
 
 

@@ -11,7 +11,7 @@ import hashlib
 import html
 import json
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -20,6 +20,7 @@ from ..export.files import cut_files
 from ..export.safetensors import SAFETENSORS
 from ..export.writer import check_names
 from ..jobs.parts import Content
+from ..jobs.plan import Layout, Placed
 from ..namespace import Namespace
 from .sending import Shared, Streams
 
@@ -81,9 +82,10 @@ class Zarr:
     """A view as a Zarr store, whose root lists the documents of all nodes, because HTTP has no listing."""
 
     def __init__(self, view: Namespace[Any]) -> None:
-        from ..interop.zarr_store import ViewStore  # zarr takes 50 MB
+        from ..interop.zarr_store import ViewStore, chunk_of  # zarr takes 50 MB
 
         self._store = ViewStore(view)
+        self._chunk_of = partial(chunk_of, self._store)
 
     @cached_property
     def _root(self) -> bytes:
@@ -104,10 +106,17 @@ class Zarr:
         if name == "zarr.json" and path:
             document = self._store.document(path)
             return None if document is None else _of_bytes(document, "application/json")
-        found = self._store.chunk(key)
+        found = self._chunk_of(key)
         if found is None:
             return None
-        size, fill = found
+        size, part, read = found
+
+        def fill(begin: int, target: memoryview) -> None:
+            if part is None:
+                target[:] = read()[begin : begin + len(target)]
+            else:
+                Content(Layout(size, (), (Placed(0, part),))).fill(begin, target)
+
         tag = hashlib.sha256(f"{self._store.version} {key}".encode()).hexdigest()[:32]
         return Shared(size, tag, "application/octet-stream", fill)
 

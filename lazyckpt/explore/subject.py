@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from ..derive.arithmetic import difference
-from ..derive.sources import opening_of
 from ..derive.updates import Steps, steps_of
 from ..errors import DataError, TensorNotFoundError
 from ..lazy import LazyArray
@@ -61,13 +60,50 @@ class Subject:
             if self.other is None:
                 raise DataError("side=b is for comparisons, and this explorer shows one checkpoint")
             return self.other
-        if self.run is not None:
-            steps = self.run.steps
-            step = query.number("step", steps[-1], min(steps), max(steps))
-            if step not in steps:
-                raise DataError(f"the run has no step {step}: the request 'about' lists its steps")
-            return self.run.at(step)
-        return self.view
+        return self.view if self.run is None else self.run.at(self.step(query))
+
+    def step(self, query: Query) -> int:
+        """Return the step of a run that a request is about: ``step``, by default the last one. Raises DataError."""
+        steps = self._steps()
+        return self._known(query.number("step", steps[-1], steps[0], steps[-1]))
+
+    def other_step(self, query: Query) -> int:
+        """Return the step that a request compares ``step`` with: ``with``, by default the step before, or that after
+        the first one. Raises DataError."""
+        steps, step = self._steps(), self.step(query)
+        if len(steps) < 2:
+            raise DataError("the run has one step, and nothing to compare it with")
+        place = steps.index(step)
+        return self._known(query.number("with", steps[place - 1 if place else 1], steps[0], steps[-1]))
+
+    def _steps(self) -> tuple[int, ...]:
+        if self.run is None or not self.run.steps:
+            raise DataError("this explorer shows no run")
+        return self.run.steps
+
+    def _known(self, step: int) -> int:
+        if step not in self._steps():
+            raise DataError(f"the run has no step {step}: the request 'about' lists its steps")
+        return step
+
+    def pair(self, query: Query) -> tuple[View, View]:
+        """Return what a request compares: both sides of a comparison, or two steps of a run.
+
+        Parameters
+        ----------
+        query
+            ``step`` and ``with``, of a run (`step`, `other_step`).
+
+        Raises
+        ------
+        DataError
+            There is one checkpoint, or no such step.
+        """
+        if self.other is not None:
+            return self.view, self.other
+        if self.run is None:
+            raise DataError("this explorer shows one checkpoint, and nothing to compare it with")
+        return self.run.at(self.step(query)), self.run.at(self.other_step(query))
 
     def part(self, query: Query) -> View:
         """Return the state that a request is about.
@@ -139,9 +175,8 @@ class Subject:
         """Return the step of a run before that of a request; None if there is none."""
         if self.run is None:
             return None
-        steps = self.run.steps
-        earlier = [step for step in steps if step < query.number("step", steps[-1], min(steps), max(steps))]
-        return max(earlier, default=None)
+        now = self.step(query)
+        return max((step for step in self.run.steps if step < now), default=None)
 
     def _changed(self, query: Query, part: View, name: str) -> LazyArray:
         step = self.before(query)
@@ -168,12 +203,6 @@ _EACH = 64 << 10  # bytes that could be read in the time that one more tensor ta
 def effort(nbytes: int, tensors: int) -> int:
     """Return what reading tensors costs, in bytes: many small ones cost more than their bytes."""
     return nbytes + tensors * _EACH
-
-
-def python_of(subject: Subject, view: View) -> str:
-    """Return the expression of Python for a checkpoint of a subject: the call that opens it, or a variable's name if
-    the explorer was given a view that no such call returns."""
-    return opening_of(view) or ("other" if view is subject.other else "view")
 
 
 @dataclass(frozen=True, slots=True)

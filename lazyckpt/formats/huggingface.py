@@ -51,7 +51,8 @@ _JSON = ("config.json", "generation_config.json", "adapter_config.json", "traine
 
 class Shard(NamedTuple):
     """The tensors of one file, in either container format. ``wholes`` are the dense tensors of sparse ones, ``parts``
-    the names of the tensors that sparse and nested ones consist of."""
+    the names of the tensors that these consist of. ``pieces`` maps names of tensors to that of the one that they stand
+    for: the tensors in a nested one, and the parts of one whose meaning is not known."""
 
     info: FileInfo
     specs: Specs
@@ -60,6 +61,7 @@ class Shard(NamedTuple):
     problems: list[Problem]
     wholes: Mapping[str, TensorSpec] = MappingProxyType({})
     parts: Collection[str] = ()
+    pieces: Mapping[str, str] = MappingProxyType({})
 
 
 def read_shard(store: Store, path: str) -> Shard:
@@ -96,7 +98,7 @@ def _read_shard(store: Store, path: str, is_safe: bool) -> Shard:
     meta = plain.meta if isinstance(plain.meta, dict) else {}
     meta.pop("_metadata", None)
     problems = warnings(path, torch_file, plain)
-    return Shard(torch_file.info, found, same, meta, problems, wholes_of(plain, found, ""), parts)
+    return Shard(torch_file.info, found, same, meta, problems, wholes_of(plain, found, ""), parts, plain.pieces)
 
 
 def has_weights(names: Collection[str]) -> bool:
@@ -136,7 +138,8 @@ def read(source: Source) -> Index:
         raise next(iter(broken.values()))
     problems += [p for shard in shards.values() for p in shard.problems]
     stored, twice = _union(shards)
-    held = _composed(stored, shards.values())
+    held = _composed(stored, shards, twice)
+    weight_map = _by_piece(weight_map, shards)
     unreadable = _lost(weight_map, held, broken, problems)
     for name, path in twice.items():
         raise FormatError(
@@ -225,13 +228,16 @@ def _union(shards: Mapping[str, Shard]) -> tuple[Specs, dict[str, str]]:
     return Gathered(table), twice
 
 
-def _composed(stored: Mapping[str, TensorSpec], shards: Iterable[Shard]) -> Mapping[str, TensorSpec]:
+def _composed(
+    stored: Mapping[str, TensorSpec], shards: Mapping[str, Shard], twice: dict[str, str]
+) -> Mapping[str, TensorSpec]:
     """Return the tensors of the model: sparse tensors as dense ones, and no parts. A sparse tensor is where its first
-    part is."""
-    parts = {name for shard in shards for name in shard.parts}
+    part is. Add those that another file also holds to ``twice``, with the file of the sparse one."""
+    parts = {name for shard in shards.values() for name in shard.parts}
     if not parts:
         return stored
-    wholes = {name: spec for shard in shards for name, spec in shard.wholes.items()}
+    wholes = {name: spec for shard in shards.values() for name, spec in shard.wholes.items()}
+    twice |= {n: path for path, shard in shards.items() for n in shard.wholes if n in stored and n not in parts}
     found: dict[str, TensorSpec] = {}
     for name in stored:
         if name not in parts:
@@ -239,6 +245,16 @@ def _composed(stored: Mapping[str, TensorSpec], shards: Iterable[Shard]) -> Mapp
         elif (whole := name.rpartition(".")[0]) in wholes:
             found.setdefault(whole, wholes.pop(whole))
     return found | wholes
+
+
+def _by_piece(weight_map: dict[str, str] | None, shards: Mapping[str, Shard]) -> dict[str, str] | None:
+    """Return an index with the names of the tensors that stand for one that it lists."""
+    pieces = {piece: name for shard in shards.values() for piece, name in shard.pieces.items()}
+    if weight_map is None or not pieces:
+        return weight_map
+    listed = {piece: weight_map[name] for piece, name in pieces.items() if name in weight_map}
+    gone = {pieces[piece] for piece in listed}
+    return {name: path for name, path in weight_map.items() if name not in gone} | listed
 
 
 def _lost(

@@ -17,6 +17,7 @@ from ..errors import DataError
 from ..layouts.stages import expert_of
 from ..lazy import LazyArray
 from .expert_norms import parts_of
+from .layers import Layers
 from .numbers import number_shape, numbers
 
 if TYPE_CHECKING:
@@ -54,6 +55,20 @@ class Likeness:
     read: int
     nbytes: int
 
+    def nearest(self) -> tuple[list[int | None], NDArray[np.float64]]:
+        """Return, for each expert, the number of the other expert with the largest cosine to it, and that cosine.
+
+        Of an expert that is zero or not finite, and of a single one, they are None and NaN.
+        """
+        others = self.cosines.copy()
+        np.fill_diagonal(others, -np.inf)
+        others[np.isnan(others)] = -np.inf
+        best = others.argmax(axis=1)
+        largest = others[np.arange(len(best)), best]
+        good = np.isfinite(largest)
+        found = [self.experts[n] if yes else None for n, yes in zip(best.tolist(), good.tolist(), strict=True)]
+        return found, np.where(good, largest, np.nan)
+
 
 def expert_likeness(
     tensors: Mapping[str, LazyArray],
@@ -79,12 +94,28 @@ def expert_likeness(
     DataError
         The layer has no experts, their tensors have different shapes, or elements that are no numbers.
     """
-    kinds: dict[str, dict[int, LazyArray]] = {}
-    for name, (at, expert), t in parts_of(tensors):
-        if at == str(layer):
-            found = expert_of(name)
-            kind = found.layer + "*" + found.tail if found is not None else name.rpartition("[")[0]
-            kinds.setdefault(kind, {})[expert] = t
+    return likeness_of(experts_by_layer(tensors), layer, most, check)
+
+
+Parts = Mapping[str, Mapping[str, Mapping[int, LazyArray]]]
+"""Layer -> kind of an expert's tensors -> number of the expert -> tensor."""
+
+
+def experts_by_layer(tensors: Mapping[str, LazyArray]) -> Parts:
+    """Return the tensors of the experts of each layer, which is named as by `expert_norms`. Reads nothing."""
+    layers: dict[str, dict[str, dict[int, LazyArray]]] = {}
+    for name, (layer, expert), t in parts_of(tensors):
+        found = expert_of(name)
+        kind = found.layer + "*" + found.tail if found is not None else name.rpartition("[")[0]
+        layers.setdefault(layer, {}).setdefault(kind, {})[expert] = t
+    return layers
+
+
+def likeness_of(
+    parts: Parts, layer: int | str, most: int = SAMPLE, check: Callable[[], None] = lambda: None
+) -> Likeness:
+    """Return the cosines between the experts of a layer, as `expert_likeness`, which it is for several layers."""
+    kinds = parts.get(str(layer))
     if not kinds:
         raise DataError(f"layer {layer} has no experts: expert_norms() lists those that have")
     experts = tuple(sorted({expert for each in kinds.values() for expert in each}))
@@ -112,6 +143,47 @@ def expert_likeness(
     norms = gram.diagonal().sqrt()
     cosines = (gram / torch.outer(norms, norms)).clamp(-1, 1)
     return Likeness(str(layer), experts, cosines.numpy(), read == nbytes, read, nbytes)
+
+
+def nearest_experts(
+    tensors: Mapping[str, LazyArray], most: int = SAMPLE, check: Callable[[], None] = lambda: None
+) -> Layers:
+    """Return, for each expert, the largest cosine of the angles to the other experts of its layer: twins have 1.
+
+    Parameters
+    ----------
+    tensors
+        Tensors by full name. Those of no expert are not read.
+    most
+        Bytes to read at most of each layer: above, evenly spaced rows are read.
+    check
+        Called between blocks; what it raises ends the work.
+
+    Returns
+    -------
+    Layers
+        Rows and columns as by `expert_norms`. A layer whose experts cannot be compared has the mark "?" in each cell.
+
+    Raises
+    ------
+    DataError
+        There are no experts.
+    """
+    parts = experts_by_layer(tensors)
+    if not parts:
+        raise DataError("no tensor of this view is of an expert: there is nothing to compare")
+    layers = tuple(parts)
+    experts = tuple(sorted({expert for kinds in parts.values() for each in kinds.values() for expert in each}))
+    values = np.full((len(layers), len(experts)), np.nan)
+    marks: dict[tuple[str, int | None], str] = {}
+    for n, layer in enumerate(layers):
+        try:
+            found = likeness_of(parts, layer, most, check)
+        except DataError:
+            marks |= {(layer, expert): "?" for each in parts[layer].values() for expert in each}
+            continue
+        values[n, [experts.index(expert) for expert in found.experts]] = found.nearest()[1]
+    return Layers("likeness", layers, experts, values, {}, marks)
 
 
 def _numbers(block: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from html import escape
 from typing import Any, Protocol, Self, TypeVar, overload
 
 from ..core.names import shortened
+from ..core.units import columns_of, padded
 from ..errors import TensorNotFoundError, and_more
 from ..markup import cell, page, table
 
@@ -152,16 +153,20 @@ def aligned(lines: Sequence[Sequence[str]], left: Iterable[str]) -> list[tuple[s
         The titles of the columns that are aligned to the left.
     """
     head = lines[0]
-    padded = [line if len(line) == len(head) else line[:-1] for line in lines]
-    widths = [max(len(line[c]) for line in padded if c < len(line)) for c in range(len(head))]
-    sides = [str.ljust if title in set(left) else str.rjust for title in head]
+    padded_lines = [line if len(line) == len(head) else line[:-1] for line in lines]
+    widths = [max(columns_of(line[c]) for line in padded_lines if c < len(line)) for c in range(len(head))]
+    sides = [title not in set(left) for title in head]
     return [
-        (*(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=False)), *whole[len(line) :])
-        for line, whole in zip(padded, lines, strict=True)
+        (
+            *(padded(cell, width, right) for right, cell, width in zip(sides, line, widths, strict=False)),
+            *whole[len(line) :],
+        )
+        for line, whole in zip(padded_lines, lines, strict=True)
     ]
 
 
 def printed(name: str) -> str:
-    """Return a name for a cell: shortened, and quoted if it has characters that terminals do not print."""
+    """Return a name for a cell: shortened, and quoted if it is empty or has outer spaces or characters that terminals
+    do not print."""
     name = shortened(name)
-    return name if name.isprintable() else repr(name)
+    return name if name and name.isprintable() and name == name.strip() else repr(name)

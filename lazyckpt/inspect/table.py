@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -219,11 +220,7 @@ class Table(Rows[Stats]):
             the last one.
         """
         drawn = any(one.histogram for one in self._rows)
-        shown = self._shown(limit, lambda one: _cells(one, drawn))
-        table = [(*_HEAD, "histogram") if drawn else _HEAD, *shown]
-        if len(self) > 1:
-            table.append(_cells(self.total, drawn))
-        return aligned(table, _LEFT)
+        return _lines(self._shown(limit, lambda one: _cells(one, drawn)), self, drawn)
 
     @property
     def _has_total(self) -> bool:
@@ -239,29 +236,66 @@ class Table(Rows[Stats]):
         return "l" if title in _LEFT else "bad" if is_odd(title, cell) else ""
 
 
+def lines_of(rows: Sequence[Stats], table: Table, column: str | None = None) -> list[tuple[str, ...]]:
+    """Return rows as `Table.lines` does, with the total of a table.
+
+    Parameters
+    ----------
+    rows
+        The rows, perhaps `pooled` ones of the table.
+    table
+        What the total is of.
+    column
+        A column of `Stats` that is to be there as well.
+    """
+    drawn = any(one.histogram for one in rows)
+    more = column if column in _MORE else None
+    return _lines([_cells(one, drawn, more) for one in rows], table, drawn, more)
+
+
+def pooled(name: str, rows: Sequence[Stats]) -> Stats:
+    """Return the statistics of the elements of readable tensors of one dtype and shape as one row, without a
+    histogram."""
+    m = merged(one._moments for one in rows)
+    return _filled(name, rows[0].dtype, rows[0].shape, m.count, m, None, None)
+
+
+def _lines(
+    shown: Sequence[tuple[str, ...]], table: Table, drawn: bool, more: str | None = None
+) -> list[tuple[str, ...]]:
+    head = _HEAD if more is None else (*_HEAD[:_NUMBERS], _MORE[more], *_HEAD[_NUMBERS:])
+    lines = [(*head, "histogram") if drawn else head, *shown]
+    if len(table) > 1:
+        lines.append(_cells(table.total, drawn, more))
+    return aligned(lines, _LEFT)
+
+
 _HEAD = ("name", "dtype", "shape", "mean", "std", "min", "max", "L2 norm", "zeros", "NaN", "Inf")
 _LEFT = ("name", "dtype", "shape", "histogram")
+_NUMBERS = _HEAD.index("L2 norm")  # where the column goes that is printed only if it is asked for
+_MORE = {"count": "elements", "absmax": "absmax", "l1": "L1 norm", "posinf": "+Inf", "neginf": "-Inf"}
 
 
 def is_odd(title: str, cell: str) -> bool:
     """Return whether a cell of a table says that a tensor has NaN or infinite elements."""
-    return title.strip() in ("NaN", "Inf") and cell.strip() not in ("", "0")
+    return title.strip() in ("NaN", "Inf", "+Inf", "-Inf") and cell.strip() not in ("", "0")
 
 
-def _cells(one: Stats, drawn: bool) -> tuple[str, ...]:
+def _cells(one: Stats, drawn: bool, more: str | None = None) -> tuple[str, ...]:
     kind = (printed(one.name), _short(one.dtype), shortened(str(list(one.shape))) if one.dtype else "")
     if one.mean is None:
         return (*kind, f"cannot be read: {one.error}")
     if one.error is not None:  # the total, if some tensors could not be read
         kind = (f"{kind[0]} ({one.error})", *kind[1:])
-    numbers = (one.mean, one.std, one.min, one.max, one.l2)
+    extra = [] if more is None else [getattr(one, more)]
+    numbers = (one.mean, one.std, one.min, one.max, *extra, one.l2)
     tallies = (one.zeros or 0, one.nan or 0, (one.posinf or 0) + (one.neginf or 0))
     cells = (*kind, *map(_number, numbers), *(f"{n:,}" for n in tallies))
     return (*cells, str(one.histogram or "")) if drawn else cells
 
 
 def _number(x: float | None) -> str:
-    return "" if x is None else f"{x:.4g}"
+    return "" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:.4g}"
 
 
 def _plain(x: float | None) -> float:

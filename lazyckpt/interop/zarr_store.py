@@ -31,8 +31,6 @@ from ..core.chunking import chunk_box, chunk_shape, grid_of
 from ..core.dtypes import bits_of
 from ..formats.zarr import documents
 from ..formats.zarr.documents import NAMES, Part, contents
-from ..jobs.parts import Content
-from ..jobs.plan import Layout, Placed
 from ..lazy import LazyArray
 from . import zarr_dtypes as zarr_dtypes  # zarr lacks bfloat16
 
@@ -166,7 +164,7 @@ class ViewStore(Store):
         document = self._document(key)
         if document is not None:
             return len(document)
-        found = self.chunk(key)
+        found = chunk_of(self, key)
         if found is None:
             raise FileNotFoundError(key)
         return found[0]
@@ -210,25 +208,6 @@ class ViewStore(Store):
                 return None
             data = self._documents[path] = json.dumps(document).encode()
         return data
-
-    def chunk(self, key: str) -> tuple[int, Callable[[int, memoryview], None]] | None:
-        """Return the size of a chunk, and a function that fills memory with its bytes from one on.
-
-        Parameters
-        ----------
-        key
-            The key of the chunk: "weights/layers/3/mlp/up/weight/c/0/1".
-
-        Returns
-        -------
-        tuple or None
-            The size in bytes, and ``fill(begin, target)``; None if there is no such chunk.
-        """
-        found = self._chunk(key)
-        if found is None:
-            return None
-        tensor, _, chunk = found
-        return prod(chunk) * tensor.itemsize, partial(_fill, *found)
 
     def _chunk(self, key: str) -> tuple[LazyArray, Shape, Shape] | None:
         """Return (tensor, place in the grid, shape of its chunks); None if the key is not that of a chunk."""
@@ -318,6 +297,31 @@ def _restored(digest: str, pickled: bytes) -> ViewStore:
     return store
 
 
+def chunk_of(store: ViewStore, key: str) -> tuple[int, LazyArray | None, Callable[[], memoryview]] | None:
+    """Return the size of a chunk, the part of a tensor that it is, and a function that reads it.
+
+    Parameters
+    ----------
+    store
+        The store.
+    key
+        The key of the chunk: "weights/layers/3/mlp/up/weight/c/0/1".
+
+    Returns
+    -------
+    tuple or None
+        The size in bytes; a lazy tensor with the chunk's bytes, None for a chunk that is padded; and the function.
+        None if there is no such chunk.
+    """
+    found = store._chunk(key)
+    if found is None:
+        return None
+    tensor, place, chunk = found
+    box = chunk_box(place, tensor.shape, chunk)
+    part = None if box.shape != chunk else tensor.lazy[box.slices] if place else tensor
+    return prod(chunk) * tensor.itemsize, part, partial(_read_chunk, *found)
+
+
 def _read_chunk(tensor: LazyArray, place: Shape, chunk: Shape) -> memoryview:
     """Read the bytes of a chunk, padded with zeros at the end of the tensor."""
     box = chunk_box(place, tensor.shape, chunk)
@@ -328,16 +332,6 @@ def _read_chunk(tensor: LazyArray, place: Shape, chunk: Shape) -> memoryview:
         full[tuple(slice(0, n) for n in box.shape)] = bits
         bits = full
     return memoryview(bits.numpy().reshape(-1).view("u1").data)
-
-
-def _fill(tensor: LazyArray, place: Shape, chunk: Shape, begin: int, target: memoryview) -> None:
-    """Fill ``target`` with the bytes of a chunk from ``begin`` on."""
-    box = chunk_box(place, tensor.shape, chunk)
-    if box.shape != chunk:
-        target[:] = _read_chunk(tensor, place, chunk)[begin : begin + len(target)]
-        return
-    part = tensor.lazy[box.slices] if place else tensor
-    Content(Layout(part.nbytes, (), (Placed(0, part),))).fill(begin, target)
 
 
 def _slice(wanted: ByteRequest | None, size: int) -> slice:

@@ -230,7 +230,7 @@ class _Sharding:
                 one = self._tensor_parallel(name, spec, shape)
             except ValueError as e:
                 which = "tp" if degree == mesh.tp else "etp"
-                raise MeshError(f"{which}={degree}, state {state!r}: {e}") from None
+                raise MeshError(f"{which}={degree}, state {state!r}: {e}. Ask for another {which}") from None
             if one is None:
                 self.unknown[name] = shape
                 return None

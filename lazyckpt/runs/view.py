@@ -19,6 +19,7 @@ from ..core.index import Index
 from ..core.names import natural
 from ..core.units import plural
 from ..derive.arithmetic import average
+from ..derive.sources import note_opening
 from ..errors import (
     DataError,
     FormatError,
@@ -139,6 +140,7 @@ class RunView(CheckpointView):
                 f"{store.root} has no checkpoints in it that lazyckpt knows (lazyckpt.open opens a single one)"
             )
         self._begin(Line(store, tuple(found), dict(steps or {}), storage_options), None, ())
+        note_opening(self, "lazyckpt.open_run", os.fsdecode(text), {"steps": steps})
 
     def _begin(self, line: Line, state: str | None, steps: tuple[Any, ...]) -> None:
         self._line = line

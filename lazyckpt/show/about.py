@@ -20,6 +20,9 @@ from .outline import outline
 LINES = 400  # default limit for lines of metadata
 _ITEMS = 8  # items of a list that are shown on its line
 _WIDTH = 160  # characters of a value
+_ALIKE = 4  # minimum number of equal entries that are folded into one line
+_SMALL = 8  # items of an entry that is compared with others
+_NAMED = 3  # keys of folded entries that are written out
 _LOSSES = ("loss", "train_loss", "training_loss", "lm_loss", "lm loss", "val_loss", "eval_loss", "best_loss")
 _DEEP = 4  # levels of metadata that are searched for a loss
 _LOOKED_AT = 10_000  # entries of metadata that are searched for a loss
@@ -87,7 +90,9 @@ def _inside(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from ((n, value[n]) for n in range(len(value) - 1, max(-1, len(value) - 100), -1))
 
 
-def meta_lines(meta: Any, depth: int | None = None, limit: int | None = LINES) -> tuple[list[Line], int]:
+def meta_lines(
+    meta: Any, depth: int | None = None, limit: int | None = LINES, fold: bool = True
+) -> tuple[list[Line], int]:
     """Return the metadata as the lines of a tree, and the number of lines that are left out.
 
     Parameters
@@ -98,10 +103,12 @@ def meta_lines(meta: Any, depth: int | None = None, limit: int | None = LINES) -
         Number of levels to show; None shows all.
     limit
         Maximum number of lines; None shows all.
+    fold
+        Whether entries with equal items have one line: the versions of all modules in a state dict's ``_metadata``.
     """
     lines: list[Line] = []
     left_out = 0
-    for line in _walk(meta, 0, depth):
+    for line in _walk(meta, 0, depth, fold):
         if limit is not None and len(lines) >= limit:
             left_out += 1
             if left_out >= _LOOKED_AT:
@@ -111,13 +118,50 @@ def meta_lines(meta: Any, depth: int | None = None, limit: int | None = LINES) -
     return lines, left_out
 
 
-def _walk(value: Any, level: int, depth: int | None) -> Iterator[Line]:
-    left: list[tuple[int, str, Any]] = [(level, key, item) for key, item in reversed(_items(value))]
+def _walk(value: Any, level: int, depth: int | None, fold: bool) -> Iterator[Line]:
+    def items(of: Any) -> list[tuple[str, Any]]:
+        found = _items(of)
+        return _folded(found) if fold else [(_key(key), item) for key, item in found]
+
+    left: list[tuple[int, str, Any]] = [(level, key, item) for key, item in reversed(items(value))]
     while left:
         at, key, item = left.pop()
-        inner = [] if depth is not None and at + 1 >= depth else _items(item)
-        yield Line(at, _cut(printable(key)), _headline(item) if inner else _cut(_value(item)))
+        inner = [] if depth is not None and at + 1 >= depth else items(item)
+        yield Line(at, key, _headline(item) if inner else _cut(_value(item)))
         left += [(at + 1, k, v) for k, v in reversed(inner)]
+
+
+def _key(key: str, width: int = _WIDTH) -> str:
+    return _cut(printable(key), width) or "''"
+
+
+def _folded(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return (key, item) pairs with one pair for all equal items, if all are small mappings and few of them differ."""
+    groups: dict[object, list[tuple[str, Any]]] = {}
+    if len(pairs) >= _ALIKE:
+        for key, item in pairs:
+            mark = _mark(item)
+            if mark is None:
+                groups = {}
+                break
+            groups.setdefault(mark, []).append((key, item))
+    if not groups or len(groups) * _ALIKE > len(pairs):
+        return [(_key(key), item) for key, item in pairs]
+    found = []
+    for members in groups.values():
+        label = ", ".join(_key(key, 40) for key, _ in members[:_NAMED])
+        more = len(members) - _NAMED
+        found.append((f"{label} and {more:,} more alike" if more > 0 else label, members[0][1]))
+    return found
+
+
+def _mark(item: Any) -> object:
+    """Return what equal small mappings of plain values have in common; None for everything else."""
+    if not isinstance(item, Mapping) or not 0 < len(item) <= _SMALL:
+        return None
+    if any(type(part) not in (int, float, bool, str, type(None)) for pair in item.items() for part in pair):
+        return None
+    return tuple((repr(key), repr(value)) for key, value in item.items())
 
 
 def _items(value: Any) -> list[tuple[str, Any]]:

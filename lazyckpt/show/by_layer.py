@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..core.units import human_bytes, plural
 from ..errors import DataError, and_more
+from ..inspect.architecture import layer_and_kind
 from ..inspect.course import Course, course
 from ..inspect.layers import QUANTITIES, SHARES, SIGNED, Layers, by_layer
 from ..inspect.stats import stats_of_all
@@ -239,13 +240,24 @@ def of_view(view: Any, quantity: str, **options: Any) -> LayerTable:
     return LayerTable(found, (f"{plural(len(view), 'tensor')}, {human_bytes(view.nbytes)}", f"state {view.state}"))
 
 
-def of_run(run: Any, quantity: str, **options: Any) -> RunTable:
-    """Return a quantity of a run. See `RunView.by_layer`."""
-    return RunTable(course(_each_step(run), quantity, **options))
+def of_run(run: Any, quantity: str, kinds: str = "", **options: Any) -> RunTable:
+    """Return a quantity of a run, of one kind or of those that have a text in their names. See `RunView.by_layer`."""
+    return RunTable(course(_each_step(run, _wanted(run, kinds)), quantity, **options))
 
 
-def _each_step(run: Any) -> Iterator[tuple[int, Mapping[str, LazyArray]]]:
+def _wanted(run: Any, kinds: str) -> Callable[[str], bool]:
+    """Return whether a tensor's kind is drawn, by its full name."""
+    if not kinds:
+        return lambda name: True
+    every = {layer_and_kind(name)[1] for step in run.steps for name in run.at(step).full_names.values()}
+    if kinds in every:
+        return lambda name: layer_and_kind(name)[1] == kinds
+    return lambda name: kinds in layer_and_kind(name)[1]
+
+
+def _each_step(run: Any, wanted: Callable[[str], bool]) -> Iterator[tuple[int, Mapping[str, LazyArray]]]:
     """Yield the steps of a run and their tensors by full name, each tensor once."""
     for step in run.steps:
         view = run.at(step)
-        yield step, {view.full_name(name): t for name, t in view.once()[0].items()}
+        named = ((view.full_name(name), t) for name, t in view.once()[0].items())
+        yield step, {name: t for name, t in named if wanted(name)}

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Literal
 
 from ..core.names import natural, shortened
 from ..errors import printable
+from .repeated import ALIKE, joined, place_of, template
 
 if TYPE_CHECKING:
     from ..inspect.diff import Difference
 
-_ALIKE = 3  # minimum number of tensors that are folded into one line
 _PREFIXES = 8  # prefixes that are tried for names that only one checkpoint has
-_RANGES = 4  # ranges of numbers that are written out in a name
 
 Kind = Literal["values", "shape", "unreadable", "only in a", "only in b", "equal"]
 _ORDER: tuple[Kind, ...] = ("values", "shape", "unreadable", "only in a", "only in b", "equal")
@@ -63,21 +62,6 @@ def kind_of(row: Difference) -> Kind:
     return "values" if row.status == "dtype" else row.status
 
 
-def template(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the components of a name with ``*`` in place of numbers, and the numbers.
-
-    >>> template("layers.12.mlp.experts.3.up")
-    (('layers', '*', 'mlp', 'experts', '*', 'up'), ('12', '3'))
-    """
-    parts = name.split(".")
-    numbers = tuple(part for part in parts if _is_number(part))
-    return tuple("*" if _is_number(part) else part for part in parts), numbers
-
-
-def _is_number(part: str) -> bool:
-    return part.isascii() and part.isdigit() and len(part) <= 9
-
-
 def lines_of(found: Iterable[Difference], every: bool = False) -> list[Line]:
     """Return the lines of the table.
 
@@ -100,14 +84,14 @@ def lines_of(found: Iterable[Difference], every: bool = False) -> list[Line]:
         kind = kind_of(row)
         if kind == "equal" and not every:
             continue
-        why = row.error if kind == "unreadable" else None
+        why = row.error.replace(repr(row.name), "") if row.error is not None and kind == "unreadable" else None
         own = row.name if every or not numbers else None
         groups.setdefault((kind, row.a, row.b, why, own, *name), []).append(row)
     lines: list[Line] = []
     for key, rows in groups.items():
         of = 1 if every else totals[key[5:]]
         rows = sorted(rows, key=lambda row: natural(row.name))
-        packs = [rows] if len(rows) >= _ALIKE else [[row] for row in rows]
+        packs = [rows] if len(rows) >= ALIKE else [[row] for row in rows]
         lines += [Line(_label(pack), kind_of(pack[0]), tuple(pack), of) for pack in packs]
 
     def order(line: Line) -> tuple[object, ...]:
@@ -120,29 +104,7 @@ def lines_of(found: Iterable[Difference], every: bool = False) -> list[Line]:
 def _label(rows: Sequence[Difference]) -> str:
     """Return the name of a line, ``layers.{0-31}.up`` for those of repeated layers."""
     state = "" if rows[0].state is None else f"{rows[0].state}: "
-    if len(rows) == 1:
-        return state + rows[0].name
-    parts, _ = template(rows[0].name)
-    columns = list(zip(*(template(row.name)[1] for row in rows), strict=True))
-    ranges = iter(one[0] if len(set(one)) == 1 else f"{{{_ranges(one)}}}" for one in columns)
-    return state + ".".join(next(ranges) if part == "*" else part for part in parts)
-
-
-def _ranges(texts: Iterable[str]) -> str:
-    """Return numbers as ranges.
-
-    >>> _ranges(["0", "1", "2", "5"]), _ranges(["0", "2", "4", "6"])
-    ('0-2,5', '0,2,4,6')
-    """
-    numbers = sorted(set(map(int, texts)))
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and n == runs[-1][1] + 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    shown = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:_RANGES]]
-    return ",".join(shown) + (",…" if len(runs) > _RANGES else "")
+    return state + joined([row.name for row in rows])
 
 
 HEAD = ("relative", "cosine", "maximum", "tensor", "dtype and shape", "tensors", "most at")
@@ -151,27 +113,17 @@ HEAD = ("relative", "cosine", "maximum", "tensor", "dtype and shape", "tensors",
 def cells(line: Line) -> tuple[str, ...]:
     """Return the cells of a line, in the columns of `HEAD`, as printable text."""
     row = line.worst
-    name = printable(shortened(line.name)) or "''"
+    name = printable(shortened(line.name))
+    name = name if name and name == name.strip() else f"'{name}'"
     kind = row.a if row.a == row.b or row.b is None else row.b if row.a is None else f"{row.a} and {row.b}"
     count = f"{len(line.rows):,}" if len(line.rows) == line.of else f"{len(line.rows):,} of {line.of:,}"
-    most = printable(_place(row.name)) if line.kind == "values" and len(line.rows) > 1 else ""
+    most = printable(place_of(row.name)) if line.kind == "values" and len(line.rows) > 1 else ""
     if line.kind == "unreadable":
         most = printable(f"cannot be read: {row.error}")
     elif row.by_digest and line.kind == "values":
         most = "the digests differ"
     relative, cosine, maximum = numbers_of(line)
     return relative, cosine, maximum, name, shortened(kind or ""), count, most
-
-
-def _place(name: str) -> str:
-    """Return the numbers of a name with the word before each.
-
-    >>> _place("model.layers.12.mlp.experts.3.up")
-    'layers 12, experts 3'
-    """
-    parts = name.split(".")
-    found = [f"{parts[n - 1]} {part}" if n else part for n, part in enumerate(parts) if _is_number(part)]
-    return shortened(f"most at {', '.join(found)}", 60).removeprefix("most at ")
 
 
 def numbers_of(line: Line) -> tuple[str, str, str]:

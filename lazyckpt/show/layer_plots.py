@@ -81,9 +81,10 @@ def layer_map(
     else:
         ax.set_xticks([])
     _marks(ax, found, columns, theme)
-    blank = ["blank: 0"] if scale != "kind" and bool((values == 0).any()) else []
+    below = scale == "linear" and bool((values < 0).any())
+    blank = ["blank: 0"] if scale != "kind" and not below and bool((values == 0).any()) else []
     headline(ax, title, [*notes, *blank], theme)
-    if scale != "kind" and not bool((values > 0).any()):  # there are no colours to explain
+    if scale != "kind" and not below and not bool((values > 0).any()):  # there are no colours to explain
         text = ax.text(0.5, 0.5, "all values are 0" if blank else "", transform=ax.transAxes, ha="center", va="center")
         text.set(color=theme.soft, gid="all")
         return ax
@@ -112,6 +113,9 @@ def _painted(ax: Any, found: Layers, values: Values, scale: Scale, theme: Theme)
         limit = limit_of(values)
         cut = bool((np.abs(values) > limit * 1.0001).any())
         return heat(ax, np.clip(values, -99, 99), signed(theme), Normalize(-limit, limit), theme), cut
+    if scale == "linear" and bool((values < 0).any()):
+        far = float(np.abs(values[np.isfinite(values)]).max())
+        return heat(ax, values, signed(theme), Normalize(-far, far), theme), False
     good = values[np.isfinite(values) & (values > 0)]
     norm: Any = Normalize(0, float(good.max()) if good.size else 1)
     colours = magnitudes(theme).with_extremes(bad=theme.empty, under=theme.paper)

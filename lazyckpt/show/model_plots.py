@@ -22,6 +22,7 @@ from .style import (
     bare,
     byte_axis,
     colour_bar,
+    count_axis,
     headline,
     heat,
     import_matplotlib,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Quantity = Literal["bytes", "parameters"]
+_HELD = ("bytes", "tensors", "files")
 
 # Role -> colour, of Okabe and Ito's palette.
 _ROLES = {
@@ -44,6 +46,7 @@ _ROLES = {
 }  # fmt: skip
 _WRITTEN = 0.004  # share of the whole that a rectangle has at least if its name is written
 _CELLS = 64  # ranks up to which bytes are written into their cells
+_BRANCHES = 12  # entries of the legend of a treemap
 _TILES = 300  # kinds that have a rectangle of their own
 _FILES = 24  # files that are drawn if no ranks are known
 _ACROSS = 32  # ranks of a single degree that are drawn in one row
@@ -100,8 +103,10 @@ def _worst(row: Sequence[float], side: float) -> float:
     return max(side * side * most / (total * total), total * total / (side * side * least))
 
 
-def draw_architecture(view: Namespace[Any], quantity: str, ax: Axes | None) -> Axes:
+def draw_architecture(view: Namespace[Any], quantity: str, ax: Axes | None, by: str = "role") -> Axes:
     """See `ViewPlots.architecture`."""
+    if by not in ("role", "layers"):
+        raise DataError(f"there is no order {by!r} of an architecture: it is by 'role' or by 'layers'")
     if quantity not in ("bytes", "parameters"):
         raise DataError(f"there is no quantity {quantity!r} of an architecture: it is 'bytes' or 'parameters'")
     import_matplotlib()
@@ -109,8 +114,8 @@ def draw_architecture(view: Namespace[Any], quantity: str, ax: Axes | None) -> A
     if not found.groups:
         raise DataError("there are no tensors in this view: there is nothing to draw")
     ax, theme = axes_of(ax, (8.6, 4.8))
-    _draw_tiles(ax, found, quantity, theme)
-    headline(ax, "Parameters by kind", _facts(view, found), theme)
+    _draw_tiles(ax, (_roles if by == "role" else _layers)(found, quantity, theme), quantity, theme)
+    headline(ax, "Parameters by kind" if by == "role" else "Parameters by layer", _facts(view, found), theme)
     return ax
 
 
@@ -124,14 +129,31 @@ def _facts(view: Namespace[Any], found: Architecture) -> list[str]:
     ]
 
 
-def _draw_tiles(ax: Any, found: Architecture, quantity: str, theme: Theme) -> None:
-    """Draw a rectangle for each kind, those of a role together, with the largest roles first."""
-    from matplotlib.patches import Patch, Rectangle
+class _Leaf(NamedTuple):
+    """A rectangle: what is written into it, how many tensors it stands for, and its size."""
 
+    label: str
+    tensors: int
+    size: int
+
+
+class _Branch(NamedTuple):
+    """Rectangles that are drawn together, in one colour."""
+
+    label: str
+    tone: Any
+    leaves: list[_Leaf]
+
+    @property
+    def size(self) -> int:
+        return sum(leaf.size for leaf in self.leaves)
+
+
+def _roles(found: Architecture, quantity: str, theme: Theme) -> list[_Branch]:
+    """Return a rectangle for each kind, those of a role together."""
     kinds = found.of_kind()
     labels = dict(zip(kinds, kind_labels(list(kinds)), strict=True))
     sizes = {kind: sum(g.nbytes if quantity == "bytes" else g.numel for g in groups) for kind, groups in kinds.items()}
-    total = sum(sizes.values()) or 1
     small = sorted(sizes, key=lambda kind: -sizes[kind])[_TILES:]
     rest = sum(sizes.pop(kind) for kind in small)
     roles: dict[str, list[str]] = {}
@@ -141,31 +163,62 @@ def _draw_tiles(ax: Any, found: Architecture, quantity: str, theme: Theme) -> No
         label = f"{len(small):,} smaller kinds"
         kinds[label], labels[label], sizes[label] = [g for kind in small for g in kinds[kind]], label, rest
         roles.setdefault("other", []).append(label)
-    by_role = sorted(roles.items(), key=lambda item: -sum(sizes[kind] for kind in item[1]))
-    tones = {role: mixed(colour, theme.paper, 0.2) for role, colour in _ROLES.items()}
+    return [
+        _Branch(
+            role,
+            mixed(_ROLES[role], theme.paper, 0.2),
+            [_Leaf(labels[kind], sum(len(g.names) for g in kinds[kind]), sizes[kind]) for kind in some],
+        )
+        for role, some in roles.items()
+    ]
+
+
+def _layers(found: Architecture, quantity: str, theme: Theme) -> list[_Branch]:
+    """Return a rectangle for each layer, those that are alike together, and for each kind outside of layers."""
+    tones = [mixed(colour, theme.paper, 0.2) for colour in _ROLES.values()][:-1]
+    branches = []
+    for n, block in enumerate(found.blocks()):
+        size = block.nbytes if quantity == "bytes" else block.numel
+        leaves = [_Leaf(f"layer {layer}", block.tensors, size) for layer in block.layers]
+        branches.append(_Branch(f"{block.stack}{block.label}", tones[n % len(tones)], leaves))
+    kinds = {kind: groups for kind, groups in found.of_kind().items() if all(g.layer is None for g in groups)}
+    labels = kind_labels(list(kinds))
+    leaves = [
+        _Leaf(
+            label, sum(len(g.names) for g in groups), sum(g.nbytes if quantity == "bytes" else g.numel for g in groups)
+        )
+        for label, groups in zip(labels, kinds.values(), strict=True)
+    ]
+    rest = mixed(_ROLES["other"], theme.paper, 0.2)
+    return [*branches, _Branch("outside layers", rest, leaves)] if leaves else branches
+
+
+def _draw_tiles(ax: Any, branches: list[_Branch], quantity: str, theme: Theme) -> None:
+    """Draw a rectangle for each leaf, those of a branch together, with the largest branches first."""
+    from matplotlib.patches import Patch, Rectangle
+
+    branches = sorted(branches, key=lambda branch: -branch.size)
+    total = sum(branch.size for branch in branches) or 1
     figure = ax.figure.figure
     inches = (
         ax.get_position().width * figure.get_size_inches()[0],
         ax.get_position().height * figure.get_size_inches()[1],
     )
     ratio = max(0.5, inches[0] / max(0.1, inches[1]))
-    for outer in treemap([sum(sizes[kind] for kind in some) for _, some in by_role], ratio, 1.0):
-        role, some = by_role[outer.item]
-        some = sorted(some, key=lambda kind: -sizes[kind])
-        for tile in treemap([sizes[kind] for kind in some], outer.wide, outer.high):
-            kind = some[tile.item]
+    for outer in treemap([branch.size for branch in branches], ratio, 1.0):
+        branch = branches[outer.item]
+        tone, leaves = branch.tone, sorted(branch.leaves, key=lambda leaf: -leaf.size)
+        for tile in treemap([leaf.size for leaf in leaves], outer.wide, outer.high):
+            leaf = leaves[tile.item]
             corner = outer.x + tile.x, outer.y + tile.y
-            ax.add_patch(
-                Rectangle(corner, tile.wide, tile.high, facecolor=tones[role], edgecolor=theme.paper, linewidth=1.2)
-            )
-            if sizes[kind] >= _WRITTEN * total:
-                count = sum(len(group.names) for group in kinds[kind])
-                _write(ax, tile, corner, labels[kind], count, sizes[kind], quantity, on(tones[role]), inches[1])
+            ax.add_patch(Rectangle(corner, tile.wide, tile.high, facecolor=tone, edgecolor=theme.paper, linewidth=1.2))
+            if leaf.size >= _WRITTEN * total:
+                _write(ax, tile, corner, leaf.label, leaf.tensors, leaf.size, quantity, on(tone), inches[1])
     ax.set(xlim=(0, ratio), ylim=(1, 0), xticks=[], yticks=[])
     bare(ax)
     handles = [
-        Patch(color=tones[role], label=f"{role}  {_share(sum(sizes[k] for k in some) / total)}")
-        for role, some in by_role
+        Patch(color=branch.tone, label=f"{short(branch.label, 32)}  {_share(branch.size / total)}")
+        for branch in branches[:_BRANCHES]
     ]
     legend(ax, theme, handles, outside=True)
 
@@ -209,14 +262,16 @@ def _write(
 # -- ranks
 
 
-def draw_ranks(view: Namespace[Any], ax: Axes | None) -> Axes:
+def draw_ranks(view: Namespace[Any], ax: Axes | None, quantity: str = "bytes", every: bool = True) -> Axes:
     """See `ViewPlots.ranks`."""
+    if quantity not in _HELD:
+        raise DataError(f"there is no quantity {quantity!r} of ranks: it is one of {', '.join(_HELD)}")
     import_matplotlib()
-    states = [view] if view.state not in view.states else list(view.states.values())
+    states = [view] if not every or view.state not in view.states else list(view.states.values())
     found = ranks_of(states)
     known = [held for held in found.ranks if held.rank is not None]
     if len(known) < 2:
-        return _draw_files(found, ax)
+        return _draw_files(found, ax, quantity)
     grid = _grid(known)
     rows, columns = len(grid.rows), len(grid.columns)
     ax, theme = axes_of(
@@ -228,7 +283,9 @@ def draw_ranks(view: Namespace[Any], ax: Axes | None) -> Axes:
     )
     from matplotlib.colors import Normalize
 
-    values = np.array([[float(held.nbytes) if held is not None else np.nan for held in row] for row in grid.cells])
+    values = np.array(
+        [[float(_held(held, quantity)) if held is not None else np.nan for held in row] for row in grid.cells]
+    )
     image = heat(ax, values, sizes_map(theme), Normalize(0, float(np.nanmax(values)) or 1.0), theme)
     ax.set_xticks(range(columns), labels=grid.columns)
     ax.set_yticks(range(rows), labels=grid.rows)
@@ -238,12 +295,20 @@ def draw_ranks(view: Namespace[Any], ax: Axes | None) -> Axes:
     if rows > _ACROSS / 2:
         shown = range(0, rows, -(-rows // 16))
         ax.set_yticks(list(shown), labels=[grid.rows[n] for n in shown])
-    _write_ranks(ax, grid, image, theme)
-    bar = colour_bar(ax, image, "bytes that a rank holds", theme)
-    byte_axis(bar.ax.yaxis, image.norm.vmax)
+    _write_ranks(ax, grid, image, theme, quantity)
+    bar = colour_bar(ax, image, f"{quantity} that a rank holds", theme)
+    if quantity == "bytes":
+        byte_axis(bar.ax.yaxis, image.norm.vmax)
+    else:
+        count_axis(bar.ax.yaxis, 6)
     headline(ax, "What each rank holds", _rank_notes(found, known), theme)
     ax.set(xlabel=grid.across, ylabel=grid.down)
     return ax
+
+
+def _held(held: RankHeld, quantity: str) -> int:
+    """Return what a rank holds: bytes, tensors, or files."""
+    return held.nbytes if quantity == "bytes" else held.tensors if quantity == "tensors" else len(held.files)
 
 
 class _Grid(NamedTuple):
@@ -285,8 +350,8 @@ def _grid(known: Sequence[RankHeld]) -> _Grid:
     return _Grid(cells, texts[0], texts[1], ", ".join(downs), ", ".join(acrosses))
 
 
-def _write_ranks(ax: Any, grid: _Grid, image: Any, theme: Theme) -> None:
-    """Write the bytes into the cells of few ranks, and mark those of which files are missing."""
+def _write_ranks(ax: Any, grid: _Grid, image: Any, theme: Theme, quantity: str) -> None:
+    """Write the numbers into the cells of few ranks, and mark those of which files are missing."""
     from matplotlib.patches import Rectangle
 
     few = sum(map(len, grid.cells)) <= _CELLS
@@ -300,8 +365,9 @@ def _write_ranks(ax: Any, grid: _Grid, image: Any, theme: Theme) -> None:
                 )
                 ax.add_patch(box)
             if few:
-                text = human_bytes(held.nbytes - held.missing) if not held.missing else "missing"
-                ink = theme.ink if held.missing else on(image.cmap(image.norm(held.nbytes)))
+                count = _held(held, quantity)
+                text = "missing" if held.missing else human_bytes(count) if quantity == "bytes" else f"{count:,}"
+                ink = theme.ink if held.missing else on(image.cmap(image.norm(count)))
                 pad = (
                     {"facecolor": theme.paper, "edgecolor": "none", "boxstyle": "round,pad=0.15"}
                     if held.missing
@@ -325,22 +391,28 @@ def _rank_notes(found: Ranks, known: Sequence[RankHeld]) -> list[str]:
     return notes
 
 
-def _draw_files(found: Ranks, ax: Axes | None) -> Axes:
-    """Draw the bytes of each file as bars, where the checkpoint names no ranks."""
-    held = sorted((one for one in found.files.values() if one.nbytes), key=lambda one: -one.nbytes)
+def _draw_files(found: Ranks, ax: Axes | None, quantity: str) -> Axes:
+    """Draw the bytes or the tensors of each file as bars, where the checkpoint names no ranks."""
+    if quantity == "files":
+        raise DataError("the checkpoint names no ranks that could have files: take 'bytes' or 'tensors'")
+    size = {path: one.nbytes if quantity == "bytes" else one.tensors for path, one in found.files.items()}
+    held = sorted((one for one in found.files.values() if one.nbytes), key=lambda one: -size[one.path])
     if not held:
         raise DataError("no file that is known holds a tensor of this view: there is nothing to draw")
     shown = held[:_FILES]
     ax, theme = axes_of(ax, (7.4, 1.1 + 0.26 * max(1, len(shown))), grid="x")
     places = range(len(shown))
     tones = [theme.lost if one.missing else theme.accent for one in shown]
-    ax.barh(places, [one.nbytes for one in shown], color=tones, height=0.7)
+    ax.barh(places, [size[one.path] for one in shown], color=tones, height=0.7)
     ax.set_yticks(places, labels=[short(one.path, 44) for one in shown])
     ax.invert_yaxis()
     ax.spines["left"].set_visible(False)
     ax.tick_params(axis="y", length=0)
-    byte_axis(ax.xaxis, max(one.nbytes for one in shown))
-    ax.set_xlabel("bytes of tensors")
+    if quantity == "bytes":
+        byte_axis(ax.xaxis, max(size.values()))
+    else:
+        count_axis(ax.xaxis)
+    ax.set_xlabel("bytes of tensors" if quantity == "bytes" else "tensors")
     notes = [
         "the checkpoint names no ranks: its files",
         f"{human_bytes(sum(one.nbytes for one in held))} in {plural(len(held), 'file')}",

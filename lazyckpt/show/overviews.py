@@ -55,7 +55,7 @@ def view_overview(view: Any) -> Figure:
 def tensor_overview(t: LazyArray) -> Figure:
     """See `TensorPlots.overview`."""
     check_drawable(t)
-    panels: list[tuple[str, Callable[[Any], Any]]] = [("Values", lambda ax: hist(t, 100, True, ax))]
+    panels: list[tuple[str, Callable[[Any], Any]]] = [("Values", lambda ax: hist(t, 100, True, True, ax))]
     if t.ndim >= 2:
         panels.append(("Norms of rows", lambda ax: side_norms(t, "rows", ax)))
     found = stats_of(t) if t.ndim == 2 and min(t.shape) <= _MATRIX and t.spec.dtype.is_number else None

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..core.units import plural
+from ..derive.arithmetic import difference
 from ..errors import DataError
+from ..inspect.expert_likeness import nearest_experts
 from ..inspect.expert_norms import expert_norms
 from ..inspect.stats import Bins
 from ..lazy import LazyArray
@@ -64,7 +66,13 @@ class ViewPlots:
         """
         return view_overview(self._view) if name is None else TensorPlots(_one(self._view, name)).overview()
 
-    def architecture(self, quantity: Literal["bytes", "parameters"] = "bytes", *, ax: Axes | None = None) -> Axes:
+    def architecture(
+        self,
+        quantity: Literal["bytes", "parameters"] = "bytes",
+        *,
+        by: Literal["role", "layers"] = "role",
+        ax: Axes | None = None,
+    ) -> Axes:
         """Plot the parameters as a treemap: a rectangle for each kind, as large as its tensors in all layers together.
 
         Colours tell what the parameters are for, by their names. No tensor data is read.
@@ -73,56 +81,79 @@ class ViewPlots:
         ----------
         quantity
             What the areas stand for.
+        by
+            "layers" draws a rectangle for each layer, and colours layers that are alike in the same way.
         ax
             Axes to draw into; None creates a figure.
 
         Raises
         ------
         DataError
-            If there is no such quantity, the view has no tensors, or matplotlib is not installed.
+            If there is no such quantity or order, the view has no tensors, or matplotlib is not installed.
         """
-        return draw_architecture(self._view, quantity, ax)
+        return draw_architecture(self._view, quantity, ax, by)
 
-    def experts(self, *, ax: Axes | None = None) -> Axes:
-        """Plot the L2 norm of every expert of a mixture of experts: a row for each layer, a column for each expert.
+    def experts(self, quantity: Literal["norm", "likeness"] = "norm", *, ax: Axes | None = None) -> Axes:
+        """Plot a quantity of every expert of a mixture of experts: a row for each layer, a column for each expert.
 
         The norm is that of all tensors of the expert together. Colours show it in units of the median of the layer,
-        which is written at the right. Cells are marked as by `layers`. The experts are read once.
+        which is written at the right. The likeness is the largest cosine of the angles to the other experts of the
+        layer: twins have 1. Cells are marked as by `layers`. The experts are read once; for the likeness at most
+        256 MiB of a layer, of more evenly spaced rows.
 
         Parameters
         ----------
+        quantity
+            "norm" (L2) or "likeness".
         ax
             Axes to draw into; None creates a figure.
 
         Raises
         ------
         DataError
-            If the view has no experts, or matplotlib is not installed.
+            If the view has no experts, there is no such quantity, or matplotlib is not installed.
         """
+        if quantity not in ("norm", "likeness"):
+            raise DataError(f"experts have no quantity {quantity!r}: it is 'norm' or 'likeness'")
         import_matplotlib()
         view = self._view
-        found = expert_norms({view.full_name(name): t for name, t in view.once()[0].items()})
+        tensors = {view.full_name(name): t for name, t in view.once()[0].items()}
+        norms = quantity == "norm"
+        found = expert_norms(tensors) if norms else nearest_experts(tensors)
         notes = [f"{plural(len(found.layers), 'expert')} in {plural(len(found.kinds), 'layer')}", f"state {view.state}"]
-        label, names = "L2 norm / median of its layer", ("layer", "expert")
-        return layer_map(found, ax, "Norms of experts", notes, "kind", label, names)
+        title = "Norms of experts" if norms else "The most alike expert"
+        label = "L2 norm / median of its layer" if norms else "largest cosine to another expert"
+        return layer_map(found, ax, title, notes, "kind" if norms else "linear", label, ("layer", "expert"))
 
-    def ranks(self, *, ax: Axes | None = None) -> Axes:
-        """Plot how many bytes each rank holds of all states, on the mesh of the training run.
+    def ranks(
+        self,
+        quantity: Literal["bytes", "tensors", "files"] = "bytes",
+        *,
+        states: Literal["all", "own"] = "all",
+        ax: Axes | None = None,
+    ) -> Axes:
+        """Plot how much each rank holds, on the mesh of the training run.
 
         Ranks that miss files are hatched. If the checkpoint names no ranks, its files are drawn as bars. No
         tensor data is read.
 
         Parameters
         ----------
+        quantity
+            What is counted. "files" is for checkpoints that name ranks.
+        states
+            Whether all states of the checkpoint count, or only that of this view.
         ax
             Axes to draw into; None creates a figure.
 
         Raises
         ------
         DataError
-            If matplotlib is not installed.
+            If there is no such quantity, or matplotlib is not installed.
         """
-        return draw_ranks(self._view, ax)
+        if states not in ("all", "own"):
+            raise DataError(f"states={states!r}: it is 'all' or 'own'")
+        return draw_ranks(self._view, ax, quantity, states == "all")
 
     def difference(
         self,
@@ -130,10 +161,10 @@ class ViewPlots:
         name: str,
         pool: Literal["mean", "absmax", "min", "max"] = "mean",
         *,
-        cells: int = 512,
         ax: Axes | None = None,
+        **how: Any,
     ) -> Axes:
-        """Plot the signed difference of a tensor of two views, this minus ``other``, as a heat map.
+        """Plot the signed difference of a tensor of two views, this minus ``other``, in float64, as a heat map.
 
         `lazyckpt.diff` finds the tensors that differ. Both tensors are read once.
 
@@ -143,7 +174,7 @@ class ViewPlots:
             The view to compare with.
         name
             The tensor's name in both views.
-        pool, cells, ax
+        pool, ax, **how
             See `TensorPlots.heatmap`.
 
         Raises
@@ -155,12 +186,9 @@ class ViewPlots:
         mine, theirs = _one(self._view, name), _one(other, name)
         if mine.shape != theirs.shape:
             raise DataError(f"{name!r} has the shapes {tuple(mine.shape)} and {tuple(theirs.shape)}: no difference")
-        one, two = (
-            view.select({_key(view, t, name)}.__contains__) for view, t in ((self._view, mine), (other, theirs))
-        )
-        (apart,) = (one - two).values()
+        apart = LazyArray(*difference(self._view, other, _key(self._view, mine, name)))
         label = "difference" if pool != "absmax" else "largest |difference|"
-        return heatmap(apart, pool, cells, None, None, True, ax, f"Difference of {mine.name}", label)
+        return heatmap(apart, pool, ax=ax, title=f"Difference of {mine.name}", label=label, **how)
 
     def heatmap(
         self, name: str, pool: Literal["mean", "absmax", "min", "max"] = "mean", *, ax: Axes | None = None, **how: Any
@@ -180,9 +208,17 @@ class ViewPlots:
         """Plot `TensorPlots.bits` of the tensor ``name``."""
         return TensorPlots(_one(self._view, name)).bits()
 
-    def hist(self, name: str, bins: Bins = 100, *, log: bool = False, ax: Axes | None = None) -> Axes:
+    def hist(
+        self,
+        name: str,
+        bins: Bins | Literal["powers of 2"] = 100,
+        *,
+        log: bool = False,
+        exact: bool = True,
+        ax: Axes | None = None,
+    ) -> Axes:
         """Plot `TensorPlots.hist` of the tensor ``name``."""
-        return TensorPlots(_one(self._view, name)).hist(bins, log=log, ax=ax)
+        return TensorPlots(_one(self._view, name)).hist(bins, log=log, exact=exact, ax=ax)
 
     def singular_values(self, name: str, *, ax: Axes | None = None) -> Axes:
         """Plot `TensorPlots.singular_values` of the tensor ``name``."""
@@ -254,7 +290,7 @@ class RunPlots(ViewPlots):
         """
         return self.dynamics() if name is None else TensorPlots(_one(self._view, name)).overview()
 
-    def dynamics(self, quantity: str = "norm") -> Figure:
+    def dynamics(self, quantity: str = "norm", kinds: str = "") -> Figure:
         """Plot a quantity of all tensors over the steps: a panel for each kind of parameter, a line for each layer.
 
         One step is read after the other, in bounded memory; "change" and "cosine" read each twice.
@@ -265,14 +301,17 @@ class RunPlots(ViewPlots):
             "growth" (L2 norm in units of that of the first step), "drift" (norm of the difference from the first step,
             in units of the norm of that step), "change" (the same for the step before), "cosine" (of the angle to the
             step before), "towards" (the cosine with the last step), or a quantity of `layers`.
+        kinds
+            The kind to draw, as `RunView.by_layer` names it; or a part of the names of those to draw. Others are not
+            read.
 
         Raises
         ------
         DataError
-            If there is no such quantity, the run has no tensors, or matplotlib is not installed.
+            If there is no such quantity, the run has no such tensors, or matplotlib is not installed.
         """
         import_matplotlib()
-        return of_run(self._view, quantity).plot()
+        return of_run(self._view, quantity, kinds).plot()
 
 
 def _key(view: Any, t: LazyArray, name: str) -> str:

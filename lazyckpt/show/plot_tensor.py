@@ -57,29 +57,40 @@ class TensorPlots:
         self,
         pool: Literal["mean", "absmax", "min", "max"] = "mean",
         *,
-        cells: int = 512,
+        cells: int | tuple[int, int] = 512,
         dims: tuple[int, int] | None = None,
         at: Mapping[int, int] | None = None,
+        window: tuple[tuple[int, int], tuple[int, int]] | None = None,
+        scale: Literal["linear", "symlog", "quantile"] = "linear",
+        full: bool = False,
         exact: bool = True,
         ax: Axes | None = None,
     ) -> Axes:
         """Plot the values as a heat map. A cell pools several elements of a large tensor; the notes say how many.
 
-        Colours end at the 99.5th percentile of the magnitudes. Cells with NaN or infinities are marked. The tensor is
-        read once; a part of it (``t.lazy[:100].plot.heatmap()``) reads that part.
+        Colours and their scales are those of the explorer. Cells with NaN or infinities are marked. What is drawn is
+        read once; a part of the tensor (``t.lazy[:100].plot.heatmap()``) reads that part.
 
         Parameters
         ----------
         pool
             What a cell shows of its elements: the mean, the largest absolute value, the minimum or the maximum.
         cells
-            Largest number of rows and of columns of cells, up to 2,048.
+            Largest number of rows and of columns of cells, up to 2,048; or one number for each.
         dims
             The dimensions of rows and columns; by default the last two. A long vector is wrapped into rows.
         at
             Dimension -> index, for the other dimensions. Those without an index are pooled, too.
+        window
+            The rows and the columns to draw, as ``((first, end), (first, end))``; by default all.
+        scale
+            How values become colours: "linear", "symlog" (logarithms of the magnitudes, of three decades, with their
+            signs), or "quantile" (by rank among the cells).
+        full
+            Whether colours end at the least and the greatest element; by default at the 0.5th and the 99.5th percentile
+            of the cells. If these have different signs, zero is in the middle.
         exact
-            False reads about 32 MiB of a larger tensor, spread over it.
+            False reads about 32 MiB of what is larger, spread over it.
         ax
             Axes to draw into; None creates a figure.
 
@@ -89,7 +100,7 @@ class TensorPlots:
             If the arguments do not fit the tensor, the elements are no numbers, or matplotlib is not installed. Errors
             of reading are raised, too.
         """
-        return heatmap(self._tensor, pool, cells, dims, at, exact, ax)
+        return heatmap(self._tensor, pool, cells, dims, at, exact, ax, window=window, scale=scale, full=full)
 
     def row_norms(self, *, ax: Axes | None = None) -> Axes:
         """Plot the L2 norm of every row: of the slices along the last dimension but one.
@@ -136,7 +147,14 @@ class TensorPlots:
         """
         return bits(self._tensor)
 
-    def hist(self, bins: Bins = 100, *, log: bool = False, ax: Axes | None = None) -> Axes:
+    def hist(
+        self,
+        bins: Bins | Literal["powers of 2"] = 100,
+        *,
+        log: bool = False,
+        exact: bool = True,
+        ax: Axes | None = None,
+    ) -> Axes:
         """Plot a histogram of the finite elements.
 
         The tensor is read once, or twice if its elements are wider than 16 bits and ``bins`` is a number.
@@ -144,9 +162,12 @@ class TensorPlots:
         Parameters
         ----------
         bins
-            Number of bins of equal width, or the edges of the bins.
+            Number of bins of equal width, or the edges of the bins. "powers of 2": 100 bins whose edges are the powers
+            of 2, on both sides of zero, drawn as wide as each other.
         log
             Whether the counts have a logarithmic axis, which shows the tails.
+        exact
+            False counts about 32 MiB of a larger tensor, spread over it; the edges are then not given.
         ax
             Axes to draw into; None creates a figure.
 
@@ -155,7 +176,7 @@ class TensorPlots:
         DataError
             If the tensor has no elements, matplotlib is not installed, or as `LazyTensor.stats` raises it.
         """
-        return tensor_plots.hist(self._tensor, bins, log, ax)
+        return tensor_plots.hist(self._tensor, bins, log, exact, ax)
 
     def singular_values(self, *, ax: Axes | None = None) -> Axes:
         """Plot the singular values of a matrix, largest first, on a logarithmic axis.

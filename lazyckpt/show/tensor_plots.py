@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..core.names import natural
 from ..core.units import human_bytes
 from ..errors import DataError
+from ..inspect.histogram import histogram_of
 from ..inspect.stats import Bins, noise, singular_values, stats_of
 from ..lazy import LazyArray
 from .layout import Cell, drawing
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _LEGEND = 16  # maximum number of entries of a legend, and of distinct colours
 _TEXTS = 80  # labels are written on the cells of drawings with at most this many
 _POINTS = 40  # singular values up to which each has a point on the line
+_POWERS = "powers of 2"  # what asks for bins of such edges
 _ENERGY = 0.99  # share of the squares of the singular values that is marked
 
 
@@ -52,23 +54,63 @@ def check_drawable(t: LazyArray) -> None:
         raise DataError(f"{t.name!r} has no elements: there is nothing to draw")
 
 
-def hist(t: LazyArray, bins: Bins, log: bool, ax: Axes | None) -> Axes:
+class _Counts(NamedTuple):
+    """A histogram, and what its notes say."""
+
+    edges: Any
+    counts: Any
+    finite: int
+    mean: float | None
+    std: float | None
+    absmax: float | None
+    odd: dict[str, int | None]
+    read: int | None
+    """How many elements were read, if not all."""
+
+
+def _counted(t: LazyArray, bins: Bins | str, exact: bool) -> _Counts:
+    powers = isinstance(bins, str)
+    if isinstance(bins, str) and bins != _POWERS:
+        raise DataError(f"there are no bins {bins!r}: give their number, their edges or {_POWERS!r}")
+    if powers or not exact:
+        if not isinstance(bins, int | str):
+            raise DataError("exact=False counts in bins of equal width: give their number, or take exact=True")
+        d = histogram_of(t, 100 if isinstance(bins, str) else bins, powers, exact)
+        m, some = d.moments, d.moments.finite > 0
+        odd: dict[str, int | None] = {"NaN": m.nan, "+Inf": m.posinf, "-Inf": m.neginf}
+        mean, most = (m.mean, max(abs(m.low), abs(m.high))) if some else (None, None)
+        return _Counts(d.edges, d.counts, m.finite, mean, d.std, most, odd, None if d.exact else m.count)
+    found = stats_of(t, bins)  # type: ignore[arg-type]  # no text
+    assert found.histogram is not None  # because bins were given
+    odd = {"NaN": found.nan, "+Inf": found.posinf, "-Inf": found.neginf}
+    edges, counts = found.histogram.edges, found.histogram.counts
+    return _Counts(edges, counts, found.finite, found.mean, found.std, found.absmax, odd, None)
+
+
+def hist(t: LazyArray, bins: Bins | str, log: bool, exact: bool, ax: Axes | None) -> Axes:
     """See `TensorPlots.hist`."""
     check_drawable(t)
-    found = stats_of(t, bins)
-    assert found.histogram is not None  # because bins were given
+    found = _counted(t, bins, exact)
     ax, theme = axes_of(ax, (6.4, 3.4), grid="y")
-    ax.stairs(found.histogram.counts, found.histogram.edges, fill=True, color=theme.accent, linewidth=0)
+    powers = isinstance(bins, str)
+    places = np.arange(len(found.edges)) if powers else found.edges
+    ax.stairs(found.counts, places, fill=True, color=theme.accent, linewidth=0)
     if log and found.finite:
         ax.set_yscale("log", nonpositive="clip")
         ax.set_ylim(bottom=0.5)
     else:
         ax.set_ylim(bottom=0)
         _in_thousands(ax.yaxis)
-    plain_axis(ax.xaxis)
+    if powers:
+        shown = np.unique(np.linspace(0, len(places) - 1, 7).astype(int))
+        ax.set_xticks(shown, labels=[number(float(found.edges[n])) for n in shown])
+    else:
+        plain_axis(ax.xaxis)
     ax.margins(x=0.01)
-    odd = {"NaN": found.nan, "+Inf": found.posinf, "-Inf": found.neginf}
+    odd = found.odd
     notes = [facts_of(t)]
+    if found.read is not None:
+        notes.append(f"a sample of {found.read:,} elements")
     if found.mean is not None and found.finite:
         notes.append(
             f"mean {number(found.mean)}, std {number(found.std or 0.0)}, largest |x| {number(found.absmax or 0.0)}"

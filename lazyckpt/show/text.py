@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from importlib import import_module
 from itertools import islice
 from typing import Any, NamedTuple
-from unicodedata import combining, east_asian_width
 
 from ..core.names import natural, shortened
 from ..core.specs import TensorSpec
-from ..core.units import human_bytes, human_count, plural
+from ..core.units import columns_of, human_bytes, human_count, padded, plural
 from ..errors import DataError, and_more, printable
 from ..formats.catalog import recorded_step
 from ..lazy import LazyArray, requests_of, shape_of
@@ -104,20 +103,8 @@ def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = Non
                 found.append(Row(False, (and_more(hidden), "", "", "")))
     widths = [max((columns_of(r.cells[c]) for r in found), default=0) for c in range(3)]
     return [
-        Row(leaf, (a + " " * (widths[0] - columns_of(a)), f"{b:<{widths[1]}}", f"{c:>{widths[2]}}", d))
-        for leaf, (a, b, c, d) in found
+        Row(leaf, (padded(a, widths[0]), f"{b:<{widths[1]}}", f"{c:>{widths[2]}}", d)) for leaf, (a, b, c, d) in found
     ]
-
-
-def columns_of(text: str) -> int:
-    """Return how many columns of a terminal a text takes: two for a Chinese character, none for a combining one.
-
-    >>> columns_of("norm"), columns_of("\u65e5\u672c"), columns_of("e\u0301")
-    (4, 4, 1)
-    """
-    if text.isascii():
-        return len(text)
-    return sum(2 if east_asian_width(c) in "WF" else 0 if combining(c) else 1 for c in text)
 
 
 def _rows(node: Node, depth: int | None, fold: bool, level: int = 0) -> Iterator[Row]:
@@ -162,10 +149,21 @@ def kind(t: LazyArray | TensorSpec) -> str:
 
 
 def oddities(view: Namespace[Any]) -> list[str]:
-    """Return the problems of a view and its unreadable names, as lines."""
-    return [*view.problems, *(f"cannot be read: {name}: {why}" for name, why in view.unreadable.items())]
+    """Return the problems of a view and its unreadable names, as lines; names with the same reason have one line."""
+    groups: dict[str, list[str]] = {}
+    for name, why in view.unreadable.items():
+        groups.setdefault(why.replace(repr(name), "each"), []).append(name)
+    lines = [str(problem) for problem in view.problems]
+    for why, names in groups.items():
+        if len(names) == 1:
+            lines.append(f"cannot be read: {names[0]}: {view.unreadable[names[0]]}")
+        else:
+            more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+            lines.append(f"cannot be read: {', '.join(names[:_NAMED])}{more}: {why}")
+    return lines
 
 
+_NAMED = 3  # unreadable names that are written out
 _COUNTED = 100_000  # fragments that `explain` looks at: a small document can describe millions of chunks
 
 

@@ -14,6 +14,7 @@ from ..inspect.bits import Bits, bits_of
 from ..inspect.norms import GROUPS, norms
 from ..inspect.numbers import number_shape
 from ..inspect.pixels import Pixels, pooled, row_length
+from ..inspect.planes import Window
 from ..lazy import LazyArray
 from .style import (
     Theme,
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ORANGE, _GREEN = "#d55e00", "#009e73"
-_ROBUST = 99.5  # percentile of the magnitudes at which the colours end
+_ROBUST = 99.5  # percentile at which the colours end; below, 100 minus it
+_SCALES = ("linear", "symlog", "quantile")
+_DECADES = 3  # of a symmetric logarithmic scale, below its greatest value
 _LONG, _SHORT = 5.2, 1.3  # inches of the longer side of a heat map, and of the shorter one at least
 _POOLS = {"mean": "mean", "absmax": "largest |x|", "min": "minimum", "max": "maximum"}
 _NAMED = 3  # rows or columns that are named because they stand out
@@ -49,44 +52,52 @@ Pool = Literal["mean", "absmax", "min", "max"]
 def heatmap(
     t: LazyArray,
     pool: str,
-    cells: int,
-    dims: tuple[int, int] | None,
-    at: Mapping[int, int] | None,
-    exact: bool,
-    ax: Axes | None,
+    cells: int | tuple[int, int] = 512,
+    dims: tuple[int, int] | None = None,
+    at: Mapping[int, int] | None = None,
+    exact: bool = True,
+    ax: Axes | None = None,
     title: str = "",
     label: str = "",
+    window: Window | None = None,
+    scale: str = "linear",
+    full: bool = False,
 ) -> Axes:
     """See `TensorPlots.heatmap`."""
     if pool not in _POOLS:
         raise DataError(f"there is no pooling {pool!r}: it is one of {', '.join(_POOLS)}")
+    if scale not in _SCALES:
+        raise DataError(f"there is no scale {scale!r}: it is one of {', '.join(_SCALES)}")
     import_matplotlib()
     if not t.numel():
         raise DataError(f"{t.name!r} has no elements: there is nothing to draw")
-    found = pooled(t, cells, cells, dims=dims, at=at, wrap=row_length(number_shape(t)), exact=exact)
-    return draw_pixels(t, found, pool, ax, title or title_of(t), label)
+    rows, cols = (cells, cells) if isinstance(cells, int) else cells
+    wrap = row_length(number_shape(t))
+    found = pooled(t, rows, cols, dims=dims, at=at, wrap=wrap, window=window, exact=exact)
+    return _draw(t, found, pool, ax, title or title_of(t), label, scale, full)
 
 
-def draw_pixels(t: LazyArray, found: Pixels, pool: str, ax: Axes | None, title: str, label: str = "") -> Axes:
+def _draw(
+    t: LazyArray, found: Pixels, pool: str, ax: Axes | None, title: str, label: str, scale: str, full: bool
+) -> Axes:
     """Draw pooled elements, with rows and columns in elements."""
-    from matplotlib.colors import Normalize
-
     values = found.values(pool)
-    high, wide = found.plane.height, found.plane.width
+    high, wide = (int(edges[-1] - edges[0]) for edges in (found.row_edges, found.col_edges))
     ax, theme = axes_of(ax, _size(high, wide))
-    good = np.abs(values[np.isfinite(values)])
-    limit = float(np.percentile(good, _ROBUST)) if good.size else 1.0
-    largest = float(good.max()) if good.size else 0.0
-    limit = limit or largest or 1.0
-    two = pool in ("mean", "min", "max") and bool((values < 0).any())
-    norm = Normalize(-limit, limit) if two else Normalize(0 if pool == "absmax" else _least(values), limit)
+    good = values[np.isfinite(values)]
+    low, top = _ends(found, good, pool, full)
+    two = low < 0 < top
+    if two:
+        low, top = min(low, -top), max(-low, top)
+    beyond = bool(good.size) and (good.min() < low, good.max() > top)
+    norm = _norm(scale, low, top, good)
     edges = found.row_edges, found.col_edges
     extent = (float(edges[1][0]) - 0.5, float(edges[1][-1]) - 0.5, float(edges[0][-1]) - 0.5, float(edges[0][0]) - 0.5)
     image = ax.imshow(
         values,
         aspect="auto",
         interpolation="nearest" if values.size < 400 * 400 else "auto",
-        cmap=signed(theme) if two else magnitudes(theme),
+        cmap=signed(theme) if two and scale != "quantile" else magnitudes(theme),
         norm=norm,
         extent=extent,
     )
@@ -98,20 +109,60 @@ def draw_pixels(t: LazyArray, found: Pixels, pool: str, ax: Axes | None, title: 
     ax.set_xlabel(
         ""
         if plane.col_dim is None
-        else f"{'elements, in rows of' if plane.wrap else f'dimension {plane.col_dim} of'} {wide:,}"
+        else f"{'elements, in rows of' if plane.wrap else f'dimension {plane.col_dim} of'} {plane.width:,}"
     )
-    ax.set_ylabel("row" if plane.wrap else "" if plane.row_dim is None else f"dimension {plane.row_dim} of {high:,}")
-    if high == 1:
+    ax.set_ylabel(
+        "row" if plane.wrap else "" if plane.row_dim is None else f"dimension {plane.row_dim} of {plane.height:,}"
+    )
+    if plane.height == 1:
         ax.set_yticks([])
-    extend = "neither" if largest <= limit else "both" if two else "max"
-    colour_bar(ax, image, label or (_POOLS[pool] if _cell(found) != "1" else "value"), theme, extend=extend)
-    headline(ax, title, [facts_of(t), *_notes(t, found, pool, largest)], theme)
+    extend = {(False, True): "max", (True, False): "min", (True, True): "both"}.get(beyond or (False, False), "neither")
+    bar = colour_bar(ax, image, label or (_POOLS[pool] if _cell(found) != "1" else "value"), theme, extend=extend)
+    if scale != "linear":
+        ticks = np.asarray(norm.inverse(np.linspace(0, 1, 5)))
+        bar.set_ticks(ticks, labels=[number(float(x)) for x in ticks])
+        bar.minorticks_off()
+    headline(ax, title, [facts_of(t), *_notes(t, found, pool)], theme)
     return ax
 
 
-def _least(values: Any) -> float:
-    good = values[np.isfinite(values)]
-    return min(0.0, float(good.min())) if good.size else 0.0
+def _ends(found: Pixels, good: Any, pool: str, full: bool) -> tuple[float, float]:
+    """Return the values at which the colours end: those of nearly all cells, or of all elements."""
+    if not good.size:
+        return 0.0, 1.0
+    if full:
+        lows, highs = (x[np.isfinite(x)] for x in (found.low, found.high))
+        low, high = float(lows.min()), float(highs.max())
+        return (0.0, max(-low, high)) if pool == "absmax" else (low, high)
+    low, high = (float(x) for x in np.percentile(good, (100 - _ROBUST, _ROBUST)))
+    return (0.0 if pool == "absmax" else low), high
+
+
+def _norm(scale: str, low: float, high: float, good: Any) -> Any:
+    """Return where values lie on a map of colours, as the explorer's pages have it."""
+    from matplotlib.colors import FuncNorm, Normalize
+
+    if low == high:
+        margin = max(abs(low) * 1e-6, 1e-12)
+        low, high = low - margin, high + margin
+    if scale == "quantile" and good.size > 1 and good.min() < good.max():
+        known = np.unique(good)
+        at = np.searchsorted(np.sort(good, axis=None), known) / (good.size - 1)
+        at[-1] = 1.0
+        return FuncNorm(
+            (lambda x: np.interp(x, known, at), lambda y: np.interp(y, at, known)), float(known[0]), float(known[-1])
+        )
+    if scale == "symlog":
+        least = max(abs(low), abs(high)) / 10**_DECADES
+        return FuncNorm(
+            (
+                lambda x: np.sign(x) * np.log1p(np.abs(x) / least),
+                lambda y: np.sign(y) * np.expm1(np.abs(y)) * least,
+            ),
+            low,
+            high,
+        )
+    return Normalize(low, high)
 
 
 def _size(high: int, wide: int) -> tuple[float, float]:
@@ -126,7 +177,7 @@ def _cell(found: Pixels) -> str:
     return "1" if sizes == [1, 1] else f"{sizes[0]:,} x {sizes[1]:,}"
 
 
-def _notes(t: LazyArray, found: Pixels, pool: str, largest: float) -> list[str]:
+def _notes(t: LazyArray, found: Pixels, pool: str) -> list[str]:
     cell = _cell(found)
     notes = [] if cell == "1" else [f"{_POOLS[pool]} of {cell} elements in a cell"]
     if found.plane.at:

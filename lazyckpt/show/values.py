@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..core.dtypes import to_numpy
+from ..core.dtypes import dtype_of, to_numpy
 from ..core.units import human_bytes, plural
 from ..errors import DataError
 from ..inspect.moments import even_edges
+from ..inspect.numbers import number_shape, numbers, packing
+from ..inspect.planes import checked, plane_of
 from ..lazy import LazyArray
 
 if TYPE_CHECKING:
@@ -143,6 +145,65 @@ def as_numbers(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         return to_numpy(tensor)
     except DataError:
         return to_numpy(tensor.view(torch.uint8))
+
+
+def window(
+    t: LazyArray,
+    rows: tuple[int, int],
+    cols: tuple[int, int],
+    *,
+    dims: tuple[int, int] | None = None,
+    at: Mapping[int, int] | None = None,
+    wrap: int | None = None,
+) -> list[Any]:
+    """Read some rows and columns of a tensor as it is drawn.
+
+    Parameters
+    ----------
+    t
+        The tensor.
+    rows, cols
+        Half-open intervals, in numbers: a byte of packed 4-bit floats has two.
+    dims, at, wrap
+        How the tensor is drawn: see `lazyckpt.inspect.planes.plane_of`. Every dimension that is not drawn has an index.
+
+    Returns
+    -------
+    list
+        An array for each row, whose values print with the digits of their dtype. The last row of a wrapped tensor may
+        be shorter.
+
+    Raises
+    ------
+    DataError
+        The arguments do not fit the tensor, or the elements are no numbers.
+    LazyckptError
+        What reading raises.
+    """
+    plane = plane_of(t, dims, at, wrap)
+    checked(plane, (rows, cols))
+    pack = packing(t.spec.dtype)
+    if t.ndim == 0:
+        return [_read(t[...].reshape(1))[slice(*cols)]][slice(*rows)]
+    if t.ndim == 1:
+        found: list[Any] = []
+        for row in range(*rows):
+            a, b = row * plane.width + cols[0], min(row * plane.width + cols[1], number_shape(t)[0])
+            found.append(_read(t[a // pack : -(-b // pack)])[a % pack : a % pack + b - a] if a < b else [])
+        return found
+    ends: dict[int, tuple[int, int]] = {n: (i, i + 1) for n, i in plane.at.items()}
+    drawn = [d for d in (plane.row_dim, plane.col_dim) if d is not None]
+    ends |= dict(zip(drawn, (rows, cols), strict=True))
+    if len(ends) < t.ndim:
+        raise DataError(f"a table shows two dimensions of {t.name!r}: choose an index of each other one")
+    *key, (a, b) = (ends[n] for n in range(t.ndim))
+    block = _read(t[(*(slice(*one) for one in key), slice(a // pack, -(-b // pack)))])[..., a % pack : a % pack + b - a]
+    return list(np.moveaxis(block, drawn, (0, 1)).reshape(rows[1] - rows[0], cols[1] - cols[0]))
+
+
+def _read(block: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return elements as an array whose values print with the digits of their dtype."""
+    return numbers(block) if packing(dtype_of(block.dtype)) > 1 else as_numbers(block)
 
 
 def _text(array: np.ndarray[Any, Any], width: int, threshold: int, edge: int) -> str:

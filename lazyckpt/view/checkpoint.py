@@ -88,7 +88,8 @@ class CheckpointView(Writable["CheckpointView"]):
         whole = with_base(store, index, format, Bases(CheckpointView, base, options))
         self._init(whole.store, whole.index, next(iter(whole.index.states)), (), True)
         self.kept |= whole.kept
-        note_opening(self, os.fspath(path), {"format": format, "tag": tag, "rules": rules, "base": base})
+        shown = {"format": format, "tag": tag, "rules": rules, "base": base}
+        note_opening(self, "lazyckpt.open", os.fsdecode(path), shown)
 
     def _of(self, index: Index, steps: tuple[Step, ...] = ()) -> CheckpointView:
         # a view of one rank's shard must not find the stored names of other ranks

@@ -38,6 +38,7 @@ def _described(view: Namespace[Any]) -> dict[str, Any]:
     mesh = view.mesh
     return {
         "root": printable(view.root),
+        "place": printable(place_of(view)),
         "format": view.format,
         "mesh": {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp, "ep": mesh.ep},
         "state": view.state,

@@ -1,4 +1,7 @@
-"""``compare/...``: how two checkpoints differ: names, dtypes and shapes, the distance of tensors, and its picture."""
+"""``compare/...``: how two checkpoints, or two steps of a run, differ.
+
+They differ in names, dtypes and shapes, and in the values of tensors, whose distance has a number and a picture.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,16 @@ from typing import Any
 from ...core.specs import kind_of
 from ...derive.arithmetic import difference
 from ...derive.sources import place_of
-from ...errors import DataError, TensorNotFoundError, printable
+from ...errors import TensorNotFoundError, printable
 from ...inspect.architecture import layer_and_kind
 from ...inspect.diff import Difference, Status, diff
 from ...inspect.layers import arranged
 from ...lazy import LazyArray
 from ...show.differences import changed_prefix
 from ..choice import picture_values
+from ..lines import compared
 from ..query import Query
-from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted, effort, python_of
+from ..subject import FIRST, MORE, TENSORS, Subject, View, Wanted, effort
 from .values import picture
 
 _AT_ONCE = 64 << 20  # bytes of both checkpoints that an answer compares
@@ -54,18 +58,22 @@ class _Pairs:
 def compare(subject: Subject, query: Query) -> dict[str, Any]:
     """Compare names, dtypes and shapes of two checkpoints. Nothing is read.
 
-    Parameters of the request: ``state``, the state of both; by default the one that each was opened in.
+    Parameters of the request: ``state``, the state of both; by default the one that each was opened in. ``step`` and
+    ``with``: the two steps of a run, by default the last one and the one before it.
 
     Returns
     -------
     dict
-        ``paths``, where the two are; ``python``, the expressions that open them; ``names``, how many there are in both
-        together; ``both``, how many tensors can be compared; ``nbytes``, how much that reads; ``counts``, status ->
-        number of names; ``changed``, at most 5,000 lists of name, status, and dtype and shape (or the reason why it
-        cannot be read) on both sides; ``changed_in_all``; ``prefix``, null or what all names of one checkpoint have in
-        front in the other, and their number; ``kinds`` with their ``labels``; ``layers``.
+        ``paths``, where the two are; ``steps``, the two steps of a run, else null; ``python``, the expressions that
+        open them; ``names``, how many there are in both together; ``both``, how many tensors can be compared;
+        ``nbytes``, how much that reads; ``counts``, status -> number of names; ``changed``, at most 5,000 lists of
+        name, status, and dtype and shape (or the reason why it cannot be read) on both sides; ``changed_in_all``;
+        ``prefix``, null or what all names of one checkpoint have in front in the other, and their number; ``kinds``
+        with their ``labels``; ``layers``.
     """
     found = _pairs(subject, query)
+    pair = subject.pair(query)
+    steps = None if subject.run is None else [subject.step(query), subject.other_step(query)]
     changed = [row for row in found.rows if row.status != "equal"]
     lost = [(name, why) for view in (found.a, found.b) if view is not None for name, why in view.unreadable.items()]
     counts: dict[str, int] = {}
@@ -77,8 +85,9 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
     listed = [[name, "unreadable", printable(str(why)), None] for name, why in lost]
     listed += [[row.name, row.status, row.a, row.b] for row in changed[:_CHANGED]]
     return {
-        "paths": [printable(place_of(view)) for view in (subject.view, subject.other) if view is not None],
-        "python": [python_of(subject, view) for view in (subject.view, subject.other) if view is not None],
+        "paths": [printable(place_of(view)) for view in pair],
+        "steps": steps,
+        "python": list(compared(subject, query)),
         "names": len(found.names),
         "both": sum(row.status in ("equal", "dtype") for row in found.rows),
         "nbytes": found.ends[-1],
@@ -95,8 +104,9 @@ def compare(subject: Subject, query: Query) -> dict[str, Any]:
 def differences(subject: Subject, query: Query) -> dict[str, Any]:
     """Compare the elements of some tensors. They are read once.
 
-    Parameters of the request: ``state``, as for ``compare``. ``low``, the number of the first name in sorted order. The
-    answer has as many names as are some 64 MiB together on both sides, at most 4,096 and at least one.
+    Parameters of the request: ``state``, ``step`` and ``with``, as for ``compare``. ``low``, the number of the first
+    name in sorted order. The answer has as many names as are some 64 MiB together on both sides, at most 4,096 and at
+    least one.
 
     Returns
     -------
@@ -134,8 +144,8 @@ def _block(found: _Pairs, low: int) -> int:
 def tile(subject: Subject, query: Query) -> bytes:
     """Pool a window of the difference of two tensors, the first minus the second, in a grid of cells.
 
-    Parameters of the request: ``name``; ``state``, as for ``compare``; those of ``tensor/tile``. Differences are in
-    float64.
+    Parameters of the request: ``name``; ``state``, ``step`` and ``with``, as for ``compare``; those of
+    ``tensor/tile``. Differences are in float64.
 
     Returns
     -------
@@ -153,12 +163,11 @@ def tile(subject: Subject, query: Query) -> bytes:
 
 def _sides(subject: Subject, query: Query) -> tuple[View | None, View | None]:
     """Return the state of both checkpoints that a request is about; None for one that lacks it."""
-    if subject.other is None:
-        raise DataError("this explorer shows one checkpoint, and nothing to compare it with")
+    pair = subject.pair(query)
     state = query.text("state", "")
     if not state:
-        return subject.view, subject.other
-    a, b = (view.stored if state == "stored" else view.states.get(state) for view in (subject.view, subject.other))
+        return pair
+    a, b = (view.stored if state == "stored" else view.states.get(state) for view in pair)
     if a is None and b is None:
         raise TensorNotFoundError(f"there is no state {state!r:.60}: the request 'about' lists the states")
     return a, b
@@ -168,9 +177,10 @@ def _pairs(subject: Subject, query: Query) -> _Pairs:
     a, b = _sides(subject, query)
     keeper = subject.view.kept
     key = f"compared {query.text('state', '')}"
+    steps = None if subject.run is None else (subject.step(query), subject.other_step(query))
     kept = keeper.get(key)
-    if kept is not None and kept[0] is subject.other:
-        found: _Pairs = kept[1]
+    if kept is not None and kept[0] is subject.other and kept[1] == steps:
+        found: _Pairs = kept[2]
         return found
     names = sorted({name for view in (a, b) if view is not None for name in view.full_names})
     rows: list[Difference] = []
@@ -197,7 +207,7 @@ def _pairs(subject: Subject, query: Query) -> _Pairs:
     cells = {name: (number[kind], layer) for name, (kind, layer) in where.items()}
     ends = list(accumulate(sizes))
     found = _Pairs(a, b, names, rows, cells, layout.kinds, layout.labels, layout.layers, ends)
-    keeper[key] = subject.other, found
+    keeper[key] = subject.other, steps, found
     return found
 
 
@@ -210,9 +220,10 @@ def _text(kind: Any) -> str | None:
 
 
 def _report(subject: Subject) -> Iterator[Wanted]:
-    if subject.other is None:
+    if subject.other is None and (subject.run is None or len(subject.run.steps) < 2):
         return
-    yield Wanted("compare", {})
+    level = FIRST if subject.run is None else MORE
+    yield Wanted("compare", {}, level=level)
     found = _pairs(subject, Query({}))
     rows: list[dict[str, Any]] = []
     low = 0
@@ -220,7 +231,7 @@ def _report(subject: Subject) -> Iterator[Wanted]:
         high = _block(found, low)
         nbytes = effort(found.ends[high] - found.ends[low], high - low)
         yield Wanted(
-            "compare/differences", {"low": str(low)}, nbytes, FIRST, lambda body: rows.extend(loads(body)["rows"])
+            "compare/differences", {"low": str(low)}, nbytes, level, lambda body: rows.extend(loads(body)["rows"])
         )
         low = high
     rows = [row for row in rows if row["count"] and row["status"] in ("values", "dtype")]
@@ -228,7 +239,7 @@ def _report(subject: Subject) -> Iterator[Wanted]:
     number = {name: n for n, name in enumerate(found.names)}
     for place, row in enumerate(rows):
         name, level = row["name"], MORE if place < _PICTURES else TENSORS
-        t = subject.view.exact(name)
+        t = None if found.a is None else found.a.exact(name)
         values = None if t is None else picture_values(name, t)
         if values is not None:
             n = number[name]

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ...inspect.expert_likeness import SAMPLE, expert_likeness
+from ...inspect.expert_likeness import SAMPLE, Parts, experts_by_layer, likeness_of
 from ...inspect.expert_norms import expert_norms, parts_of
 from ...lazy import LazyArray
 from ..query import Query
 from ..subject import FIRST, MORE, Subject, View, Wanted, effort
 
+_KEY = "experts by layer"  # of `Namespace.kept`
 _MANY = 65_536  # tensors, beyond which a report has nothing of experts
 
 
@@ -56,7 +57,7 @@ def likeness(subject: Subject, query: Query) -> dict[str, Any]:
         ``nbytes``, the bytes that were read and those of all experts of the layer.
     """
     layer = query.text("layer", "0")
-    found = expert_likeness(_tensors(subject.part(query)), layer, SAMPLE, query.check)
+    found = likeness_of(_parts(subject.part(query)), layer, SAMPLE, query.check)
     return {
         "layer": found.layer,
         "experts": found.experts,
@@ -65,6 +66,59 @@ def likeness(subject: Subject, query: Query) -> dict[str, Any]:
         "read": found.read,
         "nbytes": found.nbytes,
     }
+
+
+def layers(subject: Subject, query: Query) -> dict[str, Any]:
+    """List the layers that have experts. Nothing is read.
+
+    Parameters of the request: those of `Subject.part`.
+
+    Returns
+    -------
+    dict
+        ``layers``, as ``experts`` names them; ``experts``, their numbers; ``reads``, for each layer the bytes that
+        ``experts/likeness`` and ``experts/nearest`` read.
+    """
+    parts = _parts(subject.part(query))
+    sizes = [sum(t.nbytes for each in kinds.values() for t in each.values()) for kinds in parts.values()]
+    return {
+        "layers": list(parts),
+        "experts": sorted({expert for kinds in parts.values() for each in kinds.values() for expert in each}),
+        "reads": [min(nbytes, SAMPLE) for nbytes in sizes],
+    }
+
+
+def nearest(subject: Subject, query: Query) -> dict[str, Any]:
+    """Find the most alike other expert of each expert of a layer, as ``experts/likeness`` compares them.
+
+    Parameters of the request: those of ``experts/likeness``.
+
+    Returns
+    -------
+    dict
+        ``layer``; ``experts``; ``nearest``, for each the number of the other expert with the largest cosine, or null if
+        it is zero or not finite; ``cosines``, that cosine, or "NaN"; ``exact``, ``read``, ``nbytes``.
+    """
+    layer = query.text("layer", "0")
+    found = likeness_of(_parts(subject.part(query)), layer, SAMPLE, query.check)
+    others, cosines = found.nearest()
+    return {
+        "layer": found.layer,
+        "experts": found.experts,
+        "nearest": others,
+        "cosines": cosines.tolist(),
+        "exact": found.exact,
+        "read": found.read,
+        "nbytes": found.nbytes,
+    }
+
+
+def _parts(view: View) -> Parts:
+    """Return the experts' tensors by layer; they are found once."""
+    found: Parts | None = view.kept.get(_KEY)
+    if found is None:
+        found = view.kept[_KEY] = experts_by_layer(_tensors(view))
+    return found
 
 
 def _tensors(view: View) -> dict[str, LazyArray]:
@@ -83,9 +137,18 @@ def _report(subject: Subject) -> Iterator[Wanted]:
         sizes[layer] = sizes.get(layer, 0) + effort(t.nbytes, 1)
     if sizes:
         yield Wanted("experts", {}, sum(sizes.values()))
+        yield Wanted("experts/layers", {})
     for n, (layer, nbytes) in enumerate(sizes.items()):
         yield Wanted("experts/likeness", {"layer": layer}, min(nbytes, SAMPLE), MORE if n else FIRST)
+        yield Wanted("python", {"page": "experts", "layer": layer}, level=MORE)
+    for layer, nbytes in sizes.items():
+        yield Wanted("experts/nearest", {"layer": layer}, min(nbytes, SAMPLE), MORE)
 
 
-ENDPOINTS = {"experts": experts, "experts/likeness": likeness}
+ENDPOINTS = {
+    "experts": experts,
+    "experts/layers": layers,
+    "experts/likeness": likeness,
+    "experts/nearest": nearest,
+}
 REPORT = _report

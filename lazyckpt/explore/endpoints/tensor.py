@@ -19,11 +19,11 @@ from ...inspect.whereabouts import ranges_of
 from ...layouts.rename.apply import heads_of
 from ...layouts.tables import pattern
 from ...lazy import LazyArray
-from ...namespace import STORED
 from ...show.layout import drawing, holders, ranges
 from ..choice import of_tensors
+from ..lines import tensor as expression
 from ..query import Query
-from ..subject import Subject, View, Wanted, python_of
+from ..subject import Subject, View, Wanted
 
 _RANGES = 1000  # maximum number of ranges of files that are listed
 _PROBLEMS = 50  # maximum number of problems that are listed
@@ -84,7 +84,7 @@ def tensor(subject: Subject, query: Query) -> dict[str, Any]:
         "derived": list(_derived(subject, query, part, name)),
         "owner": owner if owner != name else None,
         "about": [[label, printable(text)] for label, text in _about(t) if text],
-        "python": _python(subject, query, view, part, name),
+        "python": expression(subject, query),
         "ranges": [
             {**asdict(one), "path": printable(one.path), "rank": printable(ranges(labels.get(one.path, [])))}
             for one in listed
@@ -131,27 +131,6 @@ def _about(t: LazyArray) -> Iterator[tuple[str, str]]:
         yield "computed as", formula(t.spec)
     yield "stored as", shortened(t.spec.stored_as) if t.spec.stored_as else ""
     yield "formed by", t.spec.rule
-
-
-def _python(subject: Subject, query: Query, view: View, part: View, name: str) -> str:
-    """Return the expression of Python that is the tensor, as one would write it."""
-    of, full = query.text("of", ""), part.full_name(name)
-    if subject.run is not None:
-        run, steps = f"lazyckpt.open_run({subject.view.root!r})", subject.run.steps
-        text = f"{run}.at({query.number('step', steps[-1], min(steps), max(steps))})"
-    else:
-        text = python_of(subject, view)
-    if of == "update":
-        return f"{text}.updates()[{full!r}]"
-    state = ""
-    if part.state == STORED:
-        state = ".stored"
-    elif part is not view:
-        state = f".states[{part.state!r}]"
-    if of == "change" and subject.run is not None:
-        old = f"{run}.at({subject.before(query)})"
-        return f"({text}{state}.astype(torch.float64) - {old}{state}.astype(torch.float64))[{full!r}]"
-    return f"{text}{state}[{full!r}]"
 
 
 def _heads(view: View, name: str, shape: tuple[int, ...]) -> dict[str, Any] | None:

@@ -6,18 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from ...core.dtypes import dtype_of
 from ...errors import DataError
 from ...inspect.bits import bits_of
 from ...inspect.histogram import histogram_of
 from ...inspect.norms import norms as norms_of
 from ...inspect.norms import outliers as outliers_of
-from ...inspect.numbers import Array, is_narrow, number_shape, numbers, packing
+from ...inspect.numbers import Array, is_narrow
 from ...inspect.pixels import SIDE, pooled
-from ...inspect.planes import Plane, Window
 from ...inspect.stats import noise, singular_values
 from ...lazy import LazyArray
-from ...show.values import as_numbers
+from ...show.values import window
 from ..packing import pack
 from ..query import Query
 from ..subject import Subject
@@ -208,36 +206,8 @@ def table(subject: Subject, query: Query) -> dict[str, Any]:
     (r0, r1), (c0, c1) = d.window
     if (r1 - r0) * (c1 - c0) > _CELLS:
         raise DataError(f"a table has at most {_CELLS:,} values: ask for a smaller window")
-    block = _window(t, d.plane, d.window)
+    block = window(t, *d.window, dims=d.dims, at=d.at, wrap=d.wrap)
     return {"window": d.window, "values": [[_text(value) for value in row] for row in block]}
-
-
-def _window(t: LazyArray, plane: Plane, window: Window) -> list[Any]:
-    """Read a window as rows of numbers."""
-    (r0, r1), (c0, c1) = window
-    pack = packing(t.spec.dtype)
-    if t.ndim == 0:
-        return [_numbers(t[...].reshape(1))[c0:c1]][r0:r1]
-    if t.ndim == 1:
-        rows: list[Any] = []
-        for row in range(r0, r1):
-            a, b = row * plane.width + c0, min(row * plane.width + c1, number_shape(t)[0])
-            rows.append(_numbers(t[a // pack : -(-b // pack)])[a % pack : a % pack + b - a] if a < b else [])
-        return rows
-    dims = [d for d in (plane.row_dim, plane.col_dim) if d is not None]
-    ends: dict[int, tuple[int, int]] = {n: (i, i + 1) for n, i in plane.at.items()}
-    ends |= dict(zip(dims, window, strict=True))
-    if len(ends) < t.ndim:
-        raise DataError(f"a table shows two dimensions of {t.name!r}: choose an index of each other one")
-    *key, (a, b) = (ends[n] for n in range(t.ndim))
-    block = t[(*(slice(*one) for one in key), slice(a // pack, -(-b // pack)))]
-    found = _numbers(block)[..., a % pack : a % pack + b - a]
-    return list(np.moveaxis(found, dims, (0, 1)).reshape(r1 - r0, c1 - c0))
-
-
-def _numbers(block: Any) -> Array:
-    """Return elements as an array whose values print with the digits of their dtype."""
-    return numbers(block) if packing(dtype_of(block.dtype)) > 1 else as_numbers(block)
 
 
 def _text(value: Any) -> str:

@@ -9,6 +9,7 @@ torch/distributed/checkpoint/state_dict.py `_get_optim_state_dict` (names instea
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -32,6 +33,8 @@ _RANDOM = "rng"
 _NO_MODELS = ("train_state", "lr_scheduler", "dataloader", _RANDOM)
 # bytes of a generator's state: aten/src/ATen/CPUGeneratorImpl.cpp `get_state`, aten/src/ATen/cuda/CUDAGeneratorImpl.cpp
 _RANDOM_STATES = ((5056,), (16,))
+# such as rng, cuda_rng_state, random, torch_random_states, not random_mask
+_RANDOM_NAME = re.compile(r"(?:^|\.)(?:[^.]*rng[^.]*|(?:[^.]*_)?random(?:_?states?)?)$", re.IGNORECASE)
 
 Slots = Mapping[str, Mapping[str, TensorSpec]]  # parameter -> name of the state -> tensor
 
@@ -120,6 +123,7 @@ def sort(
     weights: dict[str, TensorSpec] = {}
     slots: dict[Path, dict[str, dict[str, TensorSpec]]] = {}  # optimizer -> parameter -> state
     flat: list[tuple[Path, str, TensorSpec]] = []
+    random = _random_states(tensors)
     doubled: set[str] = set()
     beside: list[str] = []
     found = Sorted()
@@ -134,7 +138,7 @@ def sort(
         elif root is not None:
             flat.append((root, ".".join(map(str, path[len(root) :])).removeprefix("state."), spec))
         else:
-            below = None if _is_random_state(path, spec) else _of_a_model(path, skip, models, excluded)
+            below = None if key in random else _of_a_model(path, skip, models, excluded)
             if below is None:
                 found.rest.append(key)
                 continue
@@ -201,10 +205,21 @@ def _modules(tensors: Iterable[tuple[Path, TensorSpec]], objects: Sequence[Path]
     return {key for key, trained in held.items() if trained} - unlike
 
 
-def _is_random_state(path: Path, spec: TensorSpec) -> bool:
-    """Return whether a tensor is the state of a generator of torch, by its name, dtype and size."""
-    named = any(isinstance(part, str) and ("rng" in part.lower() or "random" in part.lower()) for part in path)
-    return named and spec.dtype == U8 and spec.shape in _RANDOM_STATES
+def _random_states(tensors: Mapping[str, tuple[Path, TensorSpec]]) -> set[str]:
+    """Return the raw names of states of torch's generators: by names, dtype and size. What is below a name of them
+    beside a possible parameter is of a module that has this name."""
+    likely = {key: path for key, (path, spec) in tensors.items() if spec.dtype == U8 and spec.shape in _RANDOM_STATES}
+    named = {key: [name for name in _prefixes(path) if _RANDOM_NAME.search(name)] for key, path in likely.items()}
+    if not any(named.values()):
+        return set()
+    modules = {name for path, spec in tensors.values() if _looks_trained(spec) for name in _prefixes(path)}
+    return {key for key, names in named.items() if not modules.issuperset(names)}
+
+
+def _prefixes(path: Path) -> list[str]:
+    """Return the dotted names of what a tensor is in, and its own."""
+    parts = ".".join(map(str, path)).split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
 
 
 def _of_a_state_dict(path: Path) -> bool:

@@ -28,7 +28,7 @@ from ..shared.announce import announce
 from ..shared.members import Member, together
 from ..shared.naming import By
 from ..torch_save import member
-from .steps import of_another_step
+from .steps import of_another_step, training_arguments
 
 # -- The kinds of the files and folders that a trainer writes beside the weights. Pure.
 
@@ -299,9 +299,8 @@ def _made_by_the_trainer(members: Sequence[tuple[Path, Member]]) -> bool:
     the modules. An optimizer that was passed to the Trainer can have any groups.
     """
     groups: Any = next((m.meta.get("param_groups") for base, m in members if base == ("optimizer",)), None)
-    record = next((m.meta["training_args"] for base, m in members if not base and "training_args" in m.meta), None)
-    arguments = getattr(record, "state", None)
-    if not (isinstance(arguments, dict) and isinstance(groups, list) and len(groups) == 2):
+    arguments = training_arguments(members)
+    if not (arguments is not None and isinstance(groups, list) and len(groups) == 2):
         return False
     rate = arguments.get("learning_rate")
     options = [(g.get("weight_decay"), g.get("initial_lr", rate)) for g in groups if isinstance(g, dict)]

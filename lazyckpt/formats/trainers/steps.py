@@ -1,8 +1,10 @@
 """Whether the files of transformers' Trainer are of one step: its state, its scheduler and its optimizer count alike.
 
 transformers/trainer.py `_inner_training_loop` steps the optimizer, then the scheduler, then ``global_step``. With fp16,
-a step that the gradients' scaler skips counts in ``global_step`` only. A file that was left by an earlier save, or that
-was copied late, has another count than the others.
+a step that the gradients' scaler skips counts in ``global_step`` only, and in old versions for the scheduler, too. The
+scaler itself is not saved by versions before pull request 11663 of May 2021, nor by those of 2023 and 2024 (issue
+34053): only the arguments tell of fp16. A file that was left by an earlier save, or that was copied late, has another
+count than the others.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def of_another_step(store: Store, members: Sequence[tuple[Path, Member]], state:
     step = state.get("global_step") if isinstance(state, dict) else None
     last = about.get("last_epoch")
     made = last if type(last) is int and "num_bad_epochs" not in about else None  # (not evaluations of a plateau)
-    skips = "scaler" in parts  # (of fp16)
+    arguments = training_arguments(members)
+    unsaved = "scaler" not in parts and (arguments is None or arguments.get("fp16") is True)
+    skips = "scaler" in parts or unsaved
     if type(step) is not int or step <= 0:
         return
     if made is not None and (made > step or (made < step and not skips)):
@@ -49,7 +53,7 @@ def of_another_step(store: Store, members: Sequence[tuple[Path, Member]], state:
     right = {float(step), *([] if made is None else [float(made)])}
     found: list[float] = []
     for number in islice(_counters(store, optimizer), _MOST):
-        if number in right or (skips and made is None and number < step):
+        if number in right or (number < step and (unsaved or (skips and made is None))):
             return
         found.append(number)
     if found:
@@ -58,6 +62,13 @@ def of_another_step(store: Store, members: Sequence[tuple[Path, Member]], state:
             f"{step:,}: one of the two files may be of another save"
         )
         yield Problem("step-mismatch", line, "optimizer.pt")
+
+
+def training_arguments(members: Sequence[tuple[Path, Member]]) -> Mapping[str, Any] | None:
+    """Return the attributes of the Trainer's arguments, without building them; None if there are none."""
+    record = next((m.meta["training_args"] for base, m in members if not base and "training_args" in m.meta), None)
+    found = getattr(record, "state", None)
+    return found if isinstance(found, dict) else None
 
 
 def _counters(store: Store, optimizer: Member) -> Iterator[float]:

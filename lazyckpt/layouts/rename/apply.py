@@ -11,6 +11,7 @@ from ...core.compose import compose
 from ...core.index import Index
 from ...core.placement import Placement
 from ...core.specs import TensorSpec, renamed
+from ...core.units import plural
 from ...errors import FormatError, Problem
 from ..configured import check_config
 from ..megatron import flag, is_gated, number, stack_of
@@ -146,6 +147,13 @@ def renamed_index(
         for state, specs in states.items()
     }
     if back and mtp.has_mtp(entries):
+        beyond = mtp.stray(found, index.meta)
+        if beyond is not None:
+            raise FormatError(
+                f"config.json is not of this model: it counts {plural(layers or 0, 'layer')}, and there is a layer "
+                f"{beyond}, which does not predict further tokens. Put the config.json and the tensors of one model "
+                "together"
+            )
         found = mtp.from_decoder(found, layers)
     if back and inner is not None:
         found = mtp.nested(found, inner)

@@ -92,6 +92,22 @@ def from_decoder(
     return {state: _renamed(specs, lambda name: _apart(name, first, inner)) for state, specs in found.items()}
 
 
+def stray(states: Mapping[str, Mapping[str, TensorSpec]], meta: Mapping[str, Any]) -> int | None:
+    """Return the number of a layer behind the decoder's that cannot be one of MTP: config.json does not count it, and
+    it has no ``eh_proj``. ``states`` have the names of the tables. None if there is none."""
+    layers, config = layers_of(meta), meta.get("config")
+    if layers is None or not isinstance(config, dict):
+        return None
+    further = config.get("num_nextn_predict_layers")
+    layers += further if type(further) is int and further > 0 else 0
+    found: dict[int, bool] = {}
+    for name in {name for specs in states.values() for name in specs}:
+        match = pattern("megatron.decoder_layer").match(name)
+        if match is not None and int(match[1]) >= layers:
+            found[int(match[1])] = found.get(int(match[1]), False) or ".eh_proj." in name
+    return min((number for number, whole in found.items() if not whole), default=None)
+
+
 def _apart(name: str, layers: int, inner: str) -> str:
     """Return the name of a tensor in Megatron's stack of MTP layers.
 

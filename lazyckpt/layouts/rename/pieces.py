@@ -86,7 +86,7 @@ def _rows_of_delta_net(names: int, count: int, heads: Heads | None) -> list[Rows
     keys, values, number = heads.groups * heads.dim, heads.queries * heads.values, heads.queries
     ends = [0, *accumulate([keys, keys, values, values, number, number])]
     if heads.queries % heads.groups or count != ends[-1]:
-        raise Unfit(
+        raise Misfit(
             f"{count} rows are not those of a delta net with {heads.groups} heads of {heads.dim} for q and k and "
             f"{heads.queries} of {heads.values} for v"
         )

@@ -11,6 +11,8 @@ export interface Problem {
 
 export interface Side {
   root: string;
+  /** The file of a checkpoint of one file, else its folder. */
+  place: string;
   format: string;
   mesh: { tp: number; pp: number; dp: number; ep: number };
   state: string;

@@ -7,15 +7,18 @@ import { isTyping, KEYS } from "./keys";
 import { PAGES } from "./pages";
 import type { RouteStore } from "./route";
 import { isGiven } from "./transport";
+import { stepBeside } from "./steps";
 import { hostTheme, keepTheme, keptTheme, onHostTheme, THEMES, type Theme } from "./theme";
 import { FileTransport } from "./transport";
 import { WidgetTransport } from "./widget";
 import { ReportNote } from "./parts/reportnote";
 import { Dialog } from "./ui/dialog";
+import { holdsStep, showStep, StepSwitch } from "./parts/steps";
 import { Failure } from "./ui/failure";
 import { bytes, count, grouped, shownName, shownPlace } from "./ui/text";
 
-const SHARED = ["state", "step", "side", "name"]; // parameters that go along to another page
+const SHARED = ["state", "step", "with", "side", "name"]; // parameters that go along to another page
+const STEPS: Record<string, -1 | 1> = { ",": -1, ".": 1 }; // keys that go to another step of a run
 
 export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const [route, setRoute] = useState(routes.read());
@@ -93,6 +96,9 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
       const field = frame.current?.querySelector<HTMLInputElement>("input[type=search]");
       if (field) field.focus();
       else context?.go({}, "tree");
+    } else if (context && STEPS[event.key] && context.about.kind === "run") {
+      const next = stepBeside(context.about.steps, route.params["step"], STEPS[event.key]!);
+      if (next !== undefined && holdsStep(context, next)) showStep(context, next);
     } else if (number >= 1 && pages[number - 1] && !inTree) context?.go({}, pages[number - 1]!.id);
   };
   useEffect(() => {
@@ -106,7 +112,21 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const [silent, setSilent] = useState(false);
   useEffect(() => (api.transport instanceof WidgetTransport ? api.transport.onSilence(setSilent) : undefined), [api]);
   const silence = silent && <Silence />;
-  if (about.error) return <Failure error={about.error} />;
+  if (about.error) {
+    const { step: _, ...rest } = route.params;
+    return (
+      <div class="frame" ref={frame}>
+        <main>
+          <Failure error={about.error} />
+          {step !== undefined && (
+            <button type="button" class="small" onClick={() => routes.write({ page: route.page, params: rest })}>
+              Show the last step
+            </button>
+          )}
+        </main>
+      </div>
+    );
+  }
   if (!context || !page) {
     return (
       <div class="frame" ref={frame}>
@@ -126,7 +146,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
       <div class="frame" ref={frame}>
         <header class="top">
           <div class="top-line">
-            <h1 title={shownName(title, 2000)}>{sides.length > 1 ? sides.map(({ root }) => shownPlace(root, 34)).join(" and ") : shownPlace(title)}</h1>
+            <h1 title={shownName(title, 2000)}>{sides.length > 1 ? shownName(tails(sides.map(({ place }) => place)).join(" and ")) : shownPlace(title)}</h1>
             <p class="top-facts">
               {kind === "checkpoint" ? side.format : kind} · {count(side.numel)} parameters · {bytes(side.nbytes)} ·{" "}
               {grouped(side.tensors)} {side.tensors === 1 ? "tensor" : "tensors"} in {grouped(side.files)}{" "}
@@ -140,10 +160,14 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
                   value={route.params["side"] ?? "a"}
                   onChange={(event) => context.go({ side: event.currentTarget.value === "b" ? "b" : undefined })}
                 >
-                  <option value="a">A: {shownPlace(sides[0]!.root, 34)}</option>
-                  <option value="b">B: {shownPlace(sides[1]!.root, 34)}</option>
+                  {tails(sides.map(({ place }) => place)).map((text, n) => (
+                    <option key={n} value={"ab"[n]} title={shownName(sides[n]!.place)}>
+                      {"AB"[n]}: {shownName(text, 40)}
+                    </option>
+                  ))}
                 </select>
               )}
+              {kind === "run" && <StepSwitch />}
               <StateSwitch side={side} context={context} />
               <button type="button" class="small" onClick={switchTheme} title="theme: as the system, light, dark (t)">
                 {{ auto: "◐ auto", light: "○ light", dark: "● dark" }[theme]}
@@ -190,6 +214,17 @@ function Silence() {
       the cell again.
     </p>
   );
+}
+
+/** The ends of two paths, as long as tells them apart. */
+function tails(places: string[]): string[] {
+  const parts = places.map((place) => place.split("/").filter(Boolean));
+  const most = Math.max(...parts.map((one) => one.length));
+  for (let n = 1; n <= most; n += 1) {
+    const found = parts.map((one) => one.slice(-n).join("/"));
+    if (new Set(found).size === found.length) return found;
+  }
+  return places;
 }
 
 function StateSwitch({ side, context }: { side: Side; context: Context }) {

@@ -4,6 +4,7 @@ export const KEYS: [string, string][] = [
   ["?", "this help"],
   ["/", "search names"],
   ["1 … 9", "go to a page"],
+  [", .", "previous and next step of a run"],
   ["t", "theme: as the system, light, dark"],
   ["↑ ↓", "next and previous row; cell of a grid"],
   ["→ ←", "open and close a group of the tree; go to its parent"],

@@ -24,9 +24,9 @@ export const PAGES: Page[] = [
   { id: "tree", title: "Tensors", component: TreePage, shown: () => true },
   { id: "tensor", title: "Tensor", component: TensorPage, shown: () => true },
   { id: "architecture", title: "Architecture", component: ArchitecturePage, shown: () => true },
-  { id: "compare", title: "Compare", component: ComparePage, shown: ({ kind }) => kind === "comparison" },
+  { id: "compare", title: "Compare", component: ComparePage, shown: ({ kind, steps }) => kind === "comparison" || (kind === "run" && steps.length > 1) },
   { id: "run", title: "Run", component: RunPage, shown: ({ kind }) => kind === "run" },
   { id: "ranks", title: "Ranks", component: RanksPage, shown: ({ sides }) => sides.some((side) => side.files > 1) },
-  { id: "optimizer", title: "Optimizer", component: OptimizerPage, shown: ({ kind, sides }) => kind !== "comparison" && sides[0]!.states.length > 1 },
-  { id: "experts", title: "Experts", component: ExpertsPage, shown: ({ sides }) => sides[0]!.experts },
+  { id: "optimizer", title: "Optimizer", component: OptimizerPage, shown: ({ sides }) => sides.some((side) => side.states.length > 1) },
+  { id: "experts", title: "Experts", component: ExpertsPage, shown: ({ sides }) => sides.some((side) => side.experts) },
 ];

@@ -82,6 +82,9 @@ class Plain:
         ``tensors``.
     parts
         Names of the tensors that are parts of others (see ``compose``).
+    pieces
+        Dotted name of a tensor that the object has, and that stands for one of several parts or tensors -> the name of
+        that one.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Plain:
         self.subclasses: dict[str, list[str]] = {}
         self.wholes: dict[str, tuple[Whole, dict[str, str]]] = {}
         self.parts: list[str] = []
+        self.pieces: dict[str, str] = {}
         self._where = where
         self._budget = Budget(where, size)
         self._arrays: dict[int, Any] = {}  # by the id of the record, so that a shared array is created once
@@ -286,7 +290,10 @@ class Plain:
         if value.state:
             self._give(value, name, path)
         if made is None:
-            return self._dict(value.parts, path, depth)
+            begin = len(self.tensors)
+            rest = self._dict(value.parts, path, depth)
+            self._of_one(begin, name)
+            return rest
         names: dict[str, str] = {}
         for part, tensor in value.parts.items():
             before = len(self.tensors)
@@ -297,9 +304,15 @@ class Plain:
         if isinstance(made, Whole):
             self.wholes[name] = made, names
         else:
+            begin = len(self.tensors)
             for n, tensor in enumerate(made):
                 self._tensor(tensor, (*path, n))
+            self._of_one(begin, name)
         return _GONE
+
+    def _of_one(self, begin: int, name: str) -> None:
+        """Note that the tensors from a number on are what a tensor consists of."""
+        self.pieces |= dict.fromkeys(islice(reversed(self.tensors), len(self.tensors) - begin), name)
 
     def _numpy(self, value: NumpyArray | NumpyDtype, path: Path, depth: int) -> Any:
         found = self._arrays.get(id(value))

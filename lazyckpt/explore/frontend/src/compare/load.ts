@@ -5,9 +5,13 @@ import type { Api } from "../api";
 import { ApiError } from "../transport";
 import type { Difference } from "./fold";
 
+/** What is compared: the state of both, and of a run the two steps. */
+export type Pair = { state: string | undefined; step: string | undefined; with: string | undefined };
+
 export interface Compared {
+  /** The two steps of a run. */
+  steps: [number, number] | null;
   paths: [string, string];
-  python: [string, string];
   names: number;
   both: number;
   nbytes: number;
@@ -32,7 +36,7 @@ const NOTHING: Progress = { rows: [], done: 0, reading: false };
 const OFTEN = 250; // milliseconds between pictures of what is known so far
 
 /** Compares block by block once `wanted`; ends when one looks away. */
-export function useDifferences(api: Api, state: string | undefined, found: Compared | undefined, wanted: boolean): Progress {
+export function useDifferences(api: Api, pair: Pair, found: Compared | undefined, wanted: boolean): Progress {
   const [progress, setProgress] = useState(NOTHING);
   const key = useRef<unknown>(undefined);
   useEffect(() => {
@@ -45,7 +49,7 @@ export function useDifferences(api: Api, state: string | undefined, found: Compa
       let low = 0, told = 0;
       try {
         while (low < found.names) {
-          const part = await api.json<{ high: number; rows: Difference[] }>("compare/differences", { state, low }, controller.signal);
+          const part = await api.json<{ high: number; rows: Difference[] }>("compare/differences", { ...pair, low }, controller.signal);
           if (controller.signal.aborted) return;
           rows.push(...part.rows);
           low = part.high;
@@ -60,6 +64,6 @@ export function useDifferences(api: Api, state: string | undefined, found: Compa
       }
     })();
     return () => controller.abort();
-  }, [api, state, found, wanted]);
+  }, [api, pair, found, wanted]);
   return progress;
 }

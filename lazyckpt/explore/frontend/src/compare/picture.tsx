@@ -4,6 +4,7 @@ import { useMemo } from "preact/hooks";
 import type { Numbers } from "../api";
 import { useExplorer, useLoaded } from "../context";
 import { Legend, planeOf, REPORTED, useDark } from "../pages/tensor";
+import type { Pair } from "./load";
 import type { Facts } from "../tensor/cards";
 import { colourTable } from "../ui/colours";
 import { sample, scaleOf, type ScaleKind } from "../ui/colourscale";
@@ -11,21 +12,28 @@ import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { HeatMap, type Values } from "../ui/heatmap";
 import { partOf, partText, rootTile, type Tile } from "../ui/pyramid";
-import { pyText } from "../ui/python";
+import { useLines } from "../ui/python";
 import { grouped, shownName } from "../ui/text";
 
 const MOST = 512; // rows and columns of cells of the whole
 
-export function DifferencePicture({ name, python }: { name: string; python: [string, string] }) {
-  const { api, route } = useExplorer();
-  const { state } = route.params;
-  const facts = useLoaded((signal) => api.json<Facts>("tensor", { name, state }, signal), [name, state]);
-  if (facts.error) return <Failure error={facts.error} />;
-  if (!facts.value || facts.value.name !== name) return <p class="compare-wait quiet">reading {shownName(name)} …</p>;
-  return <Picture key={`${name}/${state}`} facts={facts.value} python={python} />;
+interface Props {
+  name: string;
+  pair: Pair;
+  /** The two steps of a run. */
+  steps: [number, number] | null;
 }
 
-function Picture({ facts, python }: { facts: Facts; python: [string, string] }) {
+export function DifferencePicture({ name, pair, steps }: Props) {
+  const { api } = useExplorer();
+  const { state, step } = pair;
+  const facts = useLoaded((signal) => api.json<Facts>("tensor", { name, state, step }, signal), [name, state, step]);
+  if (facts.error) return <Failure error={facts.error} />;
+  if (!facts.value || facts.value.name !== name) return <p class="compare-wait quiet">reading {shownName(name)} …</p>;
+  return <Picture key={`${name}/${state}/${steps}`} {...{ pair, steps }} facts={facts.value} />;
+}
+
+function Picture({ facts, pair, steps }: Omit<Props, "name"> & { facts: Facts }) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { name } = facts;
@@ -34,7 +42,7 @@ function Picture({ facts, python }: { facts: Facts; python: [string, string] }) 
   const ask = async (tile: Tile, signal: AbortSignal): Promise<Values> => {
     const place = { r0: tile.r0, r1: tile.r1, c0: tile.c0, c1: tile.c1, rows: tile.rows, cols: tile.cols };
     const { header, arrays } = await api.packed<{ exact: boolean; single: boolean }>(
-      "compare/tile", { name, state: params["state"], ...plane.query, ...(api.live ? place : { ...REPORTED, exact: "auto" }) }, signal,
+      "compare/tile", { name, ...pair, ...plane.query, ...(api.live ? place : { ...REPORTED, exact: "auto" }) }, signal,
     );
     const mean = arrays["mean"] as Numbers;
     return { mean, min: arrays["min"] ?? mean, max: arrays["max"] ?? mean, nan: arrays["nan"], inf: arrays["inf"], ...header };
@@ -55,9 +63,9 @@ function Picture({ facts, python }: { facts: Facts; python: [string, string] }) 
     if (plane.ndim === 1) return `[${row * (plane.wrap ?? 0) + col}]`;
     return `[${Array.from({ length: plane.ndim }, (_, n) => (n === plane.row ? row : n === plane.col ? col : (plane.at.get(n) ?? ":"))).join(", ")}]`;
   };
-  const { state } = params;
-  const part = state === "stored" ? ".stored" : state ? `.states[${pyText(state)}]` : "";
-  const [a, b] = python.map((view) => view + part) as [string, string];
+  const lines = useLines({ page: "compare", name, ...pair, dims: params["dims"], at: params["at"], view: params["view"], scale: params["scale"], range: "full" });
+  // a run shows the step of that side, which is then compared with the other one
+  const look = (n: 0 | 1) => go(!steps ? { name, side: n ? "b" : undefined } : api.live ? { name, step: String(steps[n]), with: String(steps[1 - n]) } : { name }, "tensor");
   return (
     <Figure
       title="A − B"
@@ -77,15 +85,17 @@ function Picture({ facts, python }: { facts: Facts; python: [string, string] }) 
               <option value="symlog">symmetric log</option>
             </select>
           </label>
-          <button type="button" class="small" onClick={() => go({ name, side: undefined }, "tensor")}>
+          <button type="button" class="small" onClick={() => look(0)}>
             in A
           </button>
-          <button type="button" class="small" onClick={() => go({ name, side: "b" }, "tensor")}>
-            in B
-          </button>
+          {(api.live || !steps) && ( // a report of a run has tensors of the last step
+            <button type="button" class="small" onClick={() => look(1)}>
+              in B
+            </button>
+          )}
         </>
       }
-      python={`(${a} - ${b})[${pyText(name)}].plot.heatmap()`}
+      python={lines["picture"]}
     >
       {root.error ? (
         <Failure error={root.error} />

@@ -6,7 +6,7 @@ import { Memory } from "../parts/memory";
 import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
-import { Python } from "../ui/python";
+import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
 import { bytes, count, grouped, shownName } from "../ui/text";
 import { Treemap, type Branch } from "../ui/treemap";
@@ -41,11 +41,15 @@ interface Architecture {
   blocks: Block[];
 }
 
+/** The parameters of the page that its lines of Python depend on. */
+const SAID = ["state", "step", "side", "by", "unit", "dtype", "tp", "pp", "dp", "ep", "zero", "optimizer", "gradients"];
+
 export function ArchitecturePage() {
   const { api, route, go } = useExplorer();
   const { state, step, side, by = "role", unit = "bytes" } = route.params;
   const loaded = useLoaded((signal) => api.json<Architecture>("architecture", { state, step, side }, signal), [state, step, side]);
   const [active, setActive] = useState<string>();
+  const lines = useLines(Object.fromEntries(SAID.map((key) => [key, route.params[key]])));
   const found = loaded.value;
   const branches = useMemo(() => (found ? branchesOf(found, by, unit) : []), [found, by, unit]);
   if (loaded.error) return <Failure error={loaded.error} />;
@@ -72,7 +76,7 @@ export function ArchitecturePage() {
             {choices("unit", unit, ["bytes", "elements"])}
           </>
         }
-        python={`view.plot.architecture()`}
+        python={lines["architecture"]}
       >
         <Treemap branches={branches} label={`Treemap of ${unit} by ${by}`} onLeaf={(key) => setActive(key === active ? undefined : key)} active={active} />
       </Figure>
@@ -94,16 +98,17 @@ export function ArchitecturePage() {
             ) : undefined
           }
         />
+        <Python code={lines["kinds"]} />
       </section>
       {found.blocks.length > 0 && (
         <section>
           <h2>By layer</h2>
           <p class="quiet">Layers with the same kinds, shapes and dtypes share a row.</p>
           <DataTable caption="layers" columns={BLOCKS} rows={found.blocks} rowKey={(block) => `${block.stack} ${block.label}`} height={300} />
+          <Python code={lines["layers"]} />
         </section>
       )}
-      <Memory />
-      <Python code={"from lazyckpt.inspect.architecture import architecture; architecture(view).of_kind()"} />
+      <Memory python={lines["memory"]} />
     </div>
   );
 }

@@ -1,4 +1,4 @@
-// Two checkpoints side by side: how far their tensors are apart, by layer and kind, and which names are not in both.
+// Two checkpoints, or two steps of a run, side by side: how far their tensors are apart, by layer and kind, and which names are not in both.
 
 import { useMemo, useRef, useState } from "preact/hooks";
 import { byCell, byKind, cellKey, farness, measured, type Difference, type Fold, type Measure } from "../compare/fold";
@@ -6,6 +6,7 @@ import { useDifferences, type Compared, type Progress } from "../compare/load";
 import { DifferencePicture } from "../compare/picture";
 import { DifferenceTree, kindText, relativeText } from "../compare/tree";
 import { useExplorer, useLoaded } from "../context";
+import { ComparedSteps } from "../parts/steps";
 import { shortNumber } from "../ui/axis";
 import { Ending } from "../ui/ending";
 import { colourTable, css } from "../ui/colours";
@@ -13,7 +14,7 @@ import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
 import { LineChart } from "../ui/line";
-import { Python, pyText } from "../ui/python";
+import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
 import { bytes, grouped, shownName } from "../ui/text";
 import "./compare.css";
@@ -23,21 +24,24 @@ const CIVIDIS = colourTable("cividis");
 const MEASURES: Record<Measure, string> = { relative: "‖a − b‖ / ‖a‖", angle: "1 − cosine" };
 
 export function ComparePage() {
-  const { api, route, go } = useExplorer();
+  const { api, about, route, go } = useExplorer();
   const { state, name, measure: asked, list = "folded" } = route.params;
   const measure: Measure = asked === "angle" ? "angle" : "relative";
-  const loaded = useLoaded((signal) => api.json<Compared>("compare", { state }, signal), [state]);
+  const isRun = about.kind === "run";
+  const [step, other] = isRun ? [route.params["step"], route.params["with"]] : [];
+  const pair = useMemo(() => ({ state, step, with: other }), [state, step, other]);
+  const loaded = useLoaded((signal) => api.json<Compared>("compare", pair, signal), [pair]);
   const found = loaded.value;
   const [start, setStart] = useState(false);
-  const progress = useDifferences(api, state, found, !!found && (start || !api.live || found.nbytes <= ASKED));
+  const progress = useDifferences(api, pair, found, !!found && (start || !api.live || found.nbytes <= ASKED));
   const [open, setOpen] = useState<ReadonlySet<number>>(new Set());
   const picture = useRef<HTMLDivElement>(null);
   const kinds = useMemo(() => byKind(progress.rows), [progress.rows]);
   const cells = useMemo(() => byCell(progress.rows), [progress.rows]);
-  if (loaded.error) return <Failure error={loaded.error} />;
-  if (!found) return <p class="quiet">Comparing names …</p>;
-  const [a, b] = found.python;
-  const python = `lazyckpt.diff(${a}, ${b}${state ? `, states=[${pyText(state)}]` : ""})`;
+  const lines = useLines({ ...pair });
+  const steps = isRun && api.live && <ComparedSteps />;
+  if (loaded.error) return <div>{steps}<Failure error={loaded.error} /></div>;
+  if (!found) return <div>{steps}<p class="quiet">Comparing names …</p></div>;
   const colour = colourOf(kinds);
   const choose = (row: Difference | undefined) => {
     if (!row || !["values", "dtype", "equal"].includes(row.status)) return;
@@ -47,9 +51,10 @@ export function ComparePage() {
   const chosen = name !== undefined && progress.rows.some((row) => row.name === name) ? name : undefined;
   return (
     <div class="compare">
+      {steps}
+      {found.steps && !api.live && <p>A is step {grouped(found.steps[0])}, B is step {grouped(found.steps[1])}.</p>}
       <Summary {...{ found, progress, start: () => setStart(true) }} />
       {progress.error && <Failure error={progress.error} />}
-      <Python code={python} />
       {progress.rows.length > 0 && (
         <>
           <Figure
@@ -65,11 +70,11 @@ export function ComparePage() {
                 ))}
               </span>
             }
-            python={`${python}.plot()`}
+            python={lines["grid"]}
           >
             <Cells {...{ found, cells, measure, choose }} />
           </Figure>
-          <Curves {...{ found, cells, measure, python, choose }} />
+          <Curves {...{ found, cells, measure, choose }} python={lines["curves"]} />
           <section>
             <div class="compare-title">
               <h2>Tensors</h2>
@@ -105,7 +110,8 @@ export function ComparePage() {
               />
             )}
           </section>
-          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} python={found.python} />}</div>
+          <Python code={lines["differences"]} />
+          <div ref={picture}>{chosen !== undefined && <DifferencePicture name={chosen} pair={pair} steps={found.steps} />}</div>
         </>
       )}
       {found.changed_in_all > 0 && (
@@ -192,6 +198,8 @@ function Cells({ found, cells, measure, choose }: Part) {
   const kinds = found.kinds.map((_, kind) => kind).filter((kind) => layers.some((layer) => cells.has(cellKey({ kind, layer }))));
   const at = (r: number, c: number) => cells.get(cellKey({ kind: kinds[r]!, layer: layers[c]! }));
   const values = Float64Array.from(kinds.flatMap((_, r) => layers.map((_, c) => measured(at(r, c), measure))));
+  const said = kinds.some((_, r) => layers.some((_, c) => at(r, c)?.odd)) || values.some((value) => value > 0);
+  if (!said) return <p class="quiet">All tensors that are compared are equal: there is no difference to draw.</p>;
   return (
     <>
       <Grid
@@ -224,7 +232,7 @@ function Cells({ found, cells, measure, choose }: Part) {
   );
 }
 
-function Curves({ found, cells, measure, python, choose }: Part & { python: string }) {
+function Curves({ found, cells, measure, python, choose }: Part & { python: string | undefined }) {
   const series = useMemo(() => {
     return found.kinds.flatMap((_, kind) => {
       const layers = found.layers.filter((layer) => cells.has(cellKey({ kind, layer })));
@@ -234,7 +242,7 @@ function Curves({ found, cells, measure, python, choose }: Part & { python: stri
   }, [found, cells, measure]);
   if (!series.length) return null;
   return (
-    <Figure title="By layer" name="comparison.layers" note="a line for each kind; layers that are equal leave gaps" python={`${python}.plot(lines=True)`}>
+    <Figure title="By layer" name="comparison.layers" note="a line for each kind; layers that are equal leave gaps" python={python}>
       <LineChart
         series={series}
         label={`${MEASURES[measure]} by layer`}

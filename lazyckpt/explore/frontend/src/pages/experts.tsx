@@ -1,14 +1,15 @@
 // The experts of a mixture-of-experts model: norms, dead ones, and how alike they are.
 
-import { useMemo } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
+import { cellsOf, TWINS, useNearest, type Cell, type ExpertLayers } from "../experts/nearest";
 import { Ask } from "../parts/ask";
 import { numeric, text } from "../parts/layergrid";
 import { colourTable, css } from "../ui/colours";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
-import { pyText } from "../ui/python";
+import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
 import { bytes, grouped, shownName } from "../ui/text";
 import { useDark } from "./tensor";
@@ -40,20 +41,133 @@ interface Row {
 const VIRIDIS = colourTable("viridis");
 const SIGNED = colourTable("signed"), DARK = colourTable("signedDark");
 
+const CELLS: Record<string, string> = { norm: "L2 norm", nearest: "largest cosine to another expert" };
+
 export function ExpertsPage() {
-  const { about } = useExplorer();
+  const { api, about, route, go } = useExplorer();
+  const { state, step, side } = route.params;
+  const shown = about.sides[side === "b" ? 1 : 0] ?? about.sides[0]!;
+  const nearest = route.params["cells"] === "nearest";
+  if (!shown.experts) return <p class="quiet">This checkpoint has no experts.</p>;
   return (
-    <Ask reads={about.sides[0]!.nbytes} what="the norms of the experts">
-      {() => <Norms />}
-    </Ask>
+    <>
+      {api.holds("experts/layers", { state, step, side }) && (
+        <p role="group" aria-label="cells" class="choices">
+          {Object.entries(CELLS).map(([one, text]) => (
+            <button key={one} type="button" class="small" aria-pressed={nearest === (one === "nearest")} onClick={() => go({ cells: one === "nearest" ? one : undefined }, undefined, true)}>
+              {text}
+            </button>
+          ))}
+        </p>
+      )}
+      {nearest ? (
+        <MostAlike key={`${state} ${step} ${side}`} />
+      ) : (
+        <Ask key={`${state} ${step} ${side}`} reads={shown.nbytes} what="the norms of the experts">
+          {() => <Norms />}
+        </Ask>
+      )}
+    </>
   );
 }
+
+const LITTLE = 1 << 30; // bytes that are read without being asked for
+
+/** The largest cosine of each expert to another one of its layer. */
+function MostAlike() {
+  const { api, route, go } = useExplorer();
+  const { state, step, side } = route.params;
+  const view = { state, step, side };
+  const { value: listed, error } = useLoaded((signal) => api.json<ExpertLayers>("experts/layers", view, signal), [state, step, side]);
+  const [asked, setAsked] = useState<boolean | undefined>(undefined);
+  const reads = listed?.reads.reduce((a, b) => a + b, 0) ?? 0;
+  const wanted = asked ?? (!api.live || reads <= LITTLE);
+  const progress = useNearest(api, view, listed, wanted);
+  const cells = useMemo(() => (listed ? cellsOf(listed, progress) : []), [listed, progress]);
+  const lines = useLines({ ...view, layer: route.params["layer"] ?? listed?.layers[0] });
+  if (error) return <Failure error={error} />;
+  if (!listed) return <p class="quiet">Listing the experts …</p>;
+  const done = progress.found.size + progress.failed.size;
+  const all = listed.layers.length;
+  const width = listed.experts.length;
+  const twins = cells.filter(({ mark }) => mark === "=").length;
+  const layer = route.params["layer"] ?? listed.layers[0]!;
+  const sampled = [...progress.found.values()].some(({ exact }) => !exact);
+  return (
+    <>
+      <Figure
+        title="The most alike expert"
+        note={`largest cosine of the angles to the other experts of the layer; ${sampled ? "evenly spaced rows of large layers" : "all elements"}; a click compares the experts of a layer`}
+        name="most alike experts"
+        python={lines["alike"]}
+        tools={
+          api.live && done < all && (
+            <span class="quiet">
+              {progress.reading && <progress max={all} value={done} aria-label="layers compared" />} {grouped(done)} of {grouped(all)} layers{" "}
+              <button type="button" class="small" onClick={() => setAsked(!wanted)}>
+                {wanted ? "stop" : done ? "go on" : `compare: reads ${bytes(reads)}`}
+              </button>
+            </span>
+          )
+        }
+      >
+        <Grid
+          rows={listed.layers.map((one) => shownName(one))}
+          columns={listed.experts.map(String)}
+          values={Float64Array.from(cells, ({ cosine }) => cosine)}
+          label="Largest cosine to another expert"
+          rowTitle="layer"
+          columnTitle="expert"
+          colour={(at) => css(VIRIDIS, at)}
+          legend="cosine"
+          detail={(row, column) => {
+            const { layer, expert, nearest, cosine, mark } = cells[row * width + column]!;
+            const what = nearest !== null ? `cosine ${text(cosine)} to expert ${nearest}` : mark === "?" ? progress.failed.get(layer)! : progress.found.has(layer) ? "zero, or not finite" : "not compared";
+            return `layer ${shownName(layer)}, expert ${expert}\n${what}`;
+          }}
+          mark={(row, column) => cells[row * width + column]!.mark}
+          active={listed.layers.includes(layer) ? [listed.layers.indexOf(layer), -1] : null}
+          onCell={(row) => go({ layer: listed.layers[row]! }, undefined, true)}
+        />
+      </Figure>
+      {progress.error && <Failure error={progress.error} />}
+      <p class="quiet" role="status">
+        {twins ? `${grouped(twins)} experts have a cosine above ${TWINS} to another (marked =).` : done ? `${done < all ? "So far no" : "No"} expert has a cosine above ${TWINS} to another.` : ""}
+        {done > 0 && done < all && ` ${grouped(all - done)} layers are not compared${api.live ? "" : ": this report does not hold them"}.`}
+      </p>
+      {[...progress.failed].slice(0, 1).map(([layer, why]) => (
+        <p key={layer} class="warning">
+          {shownName(why, 500)} {progress.failed.size > 1 && `(and ${grouped(progress.failed.size - 1)} more layers)`}
+        </p>
+      ))}
+      {!progress.reading && progress.found.has(layer) && <LikenessOf layer={layer} python={lines["likeness"]} />}
+      <details>
+        <summary>As a table</summary>
+        <DataTable columns={ALIKE} rows={cells} caption="most alike experts" rowKey={({ layer, expert }) => `${layer} ${expert}`} height={320} />
+        <Python code={lines["nearest"]} />
+      </details>
+    </>
+  );
+}
+
+const layerColumn = <R extends { layer: string }>(): Column<R> => ({
+  key: "layer", title: "layer", value: ({ layer }) => (/^\d+$/.test(layer) ? Number(layer) : layer), cell: ({ layer }) => shownName(layer), width: "1fr",
+});
+
+const ALIKE: Column<Cell>[] = [
+  layerColumn<Cell>(),
+  { key: "expert", title: "expert", number: true, value: ({ expert }) => expert, width: "80px" },
+  { key: "nearest", title: "most alike", number: true, value: ({ nearest }) => nearest, width: "110px" },
+  { key: "cosine", title: "cosine", number: true, value: ({ cosine }) => (Number.isNaN(cosine) ? null : cosine), cell: ({ cosine }) => text(cosine), width: "130px" },
+  { key: "mark", title: "", value: ({ mark }) => mark, width: "60px" },
+];
 
 function Norms() {
   const { api, route, go } = useExplorer();
   const { state, step, side } = route.params;
   const { value, error } = useLoaded((signal) => api.json<Experts>("experts", { state, step, side }, signal), [state, step, side]);
   const rows = useMemo(() => (value ? rowsOf(value) : []), [value]);
+  const lines = useLines({ state, step, side, layer: route.params["layer"] ?? value?.layers[0] });
   if (error) return <Failure error={error} />;
   if (!value) return <p class="quiet">Reading the experts …</p>;
   const width = value.experts.length;
@@ -61,7 +175,7 @@ function Norms() {
   const layer = route.params["layer"] ?? value.layers[0]!;
   return (
     <>
-      <Figure title="Norms of the experts" note="L2 norm of all tensors of an expert; a click compares the experts of a layer" name="norms of experts" python="view.plot.experts()">
+      <Figure title="Norms of the experts" note="L2 norm of all tensors of an expert; a click compares the experts of a layer" name="norms of experts" python={lines["experts"]}>
         <Grid
           numbers={(norm) => norm.toPrecision(3)}
           rows={value.layers.map((one) => shownName(one))}
@@ -79,16 +193,17 @@ function Norms() {
         />
       </Figure>
       <p class="quiet">{value.dead.length ? `${grouped(value.dead.length)} experts are dead: all their elements are zero (marked 0).` : "No expert is all zero."}</p>
-      <LikenessOf layer={layer} />
+      <LikenessOf layer={layer} python={lines["likeness"]} />
       <details>
         <summary>As a table</summary>
         <DataTable columns={COLUMNS} rows={rows} caption="experts" rowKey={({ layer, expert }) => `${layer} ${expert}`} height={320} />
+        <Python code={lines["norms"]} />
       </details>
     </>
   );
 }
 
-function LikenessOf({ layer }: { layer: string }) {
+function LikenessOf({ layer, python }: { layer: string; python: string | undefined }) {
   const { api, route } = useExplorer();
   const { state, step, side } = route.params;
   const dark = useDark();
@@ -101,7 +216,7 @@ function LikenessOf({ layer }: { layer: string }) {
   const most = Math.max(...Array.from(values, Math.abs).filter((one) => !Number.isNaN(one)), 1e-6);
   const how = value.exact ? "all elements" : `sampled: ${bytes(value.read)} of ${bytes(value.nbytes)}`;
   return (
-    <Figure title={`How alike the experts of layer ${shownName(value.layer)} are`} note={`cosine of the angle between two experts; ${how}`} name={`likeness of experts in layer ${value.layer}`} python={`lazyckpt.inspect.expert_likeness.expert_likeness(view, ${/^\d+$/.test(value.layer) ? value.layer : pyText(value.layer)})`}>
+    <Figure title={`How alike the experts of layer ${shownName(value.layer)} are`} note={`cosine of the angle between two experts; ${how}`} name={`likeness of experts in layer ${value.layer}`} python={python}>
       <Grid
         numbers={(cosine) => cosine.toFixed(3)}
         rows={value.experts.map(String)}
@@ -121,7 +236,7 @@ function LikenessOf({ layer }: { layer: string }) {
 }
 
 const COLUMNS: Column<Row>[] = [
-  { key: "layer", title: "layer", value: ({ layer }) => (/^\d+$/.test(layer) ? Number(layer) : layer), cell: ({ layer }) => shownName(layer), width: "1fr" },
+  layerColumn<Row>(),
   { key: "expert", title: "expert", number: true, value: ({ expert }) => expert, width: "80px" },
   { key: "norm", title: "L2 norm", number: true, value: ({ norm }) => norm, cell: ({ norm }) => text(norm), width: "130px" },
   { key: "mark", title: "", value: ({ mark }) => mark, width: "60px" },

@@ -6,7 +6,7 @@ import { LayerGrid, numeric, text, type Layers } from "../parts/layergrid";
 import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
 import { DataTable, type Column } from "../ui/table";
-import { pyText } from "../ui/python";
+import { Python, useLines } from "../ui/python";
 import { grouped } from "../ui/text";
 
 interface StateLayers extends Layers {
@@ -24,13 +24,27 @@ interface Updates extends Layers {
 
 export function OptimizerPage() {
   const { about, route, go } = useExplorer();
-  const side = about.sides[0]!;
+  const which = route.params["side"] === "b" ? 1 : 0;
+  const side = about.sides[which] ?? about.sides[0]!;
   const names = side.states.map(({ name }) => name);
   const moments = names.filter((name) => name !== side.state && name !== "fp32" && name !== "weights");
-  const state = route.params["state"] ?? moments[0] ?? side.state;
+  const asked = route.params["state"];
+  const state = asked !== undefined && names.includes(asked) ? asked : (moments[0] ?? side.state);
   const quantity = route.params["of"] ?? "rms";
   const chosen = side.states.find(({ name }) => name === state);
   const whole = side.states.reduce((sum, { nbytes }) => sum + nbytes, 0);
+  if (names.length < 2) {
+    // the page is there for the other side of a comparison
+    const [here, there] = which ? ["B", "A"] : ["A", "B"];
+    return (
+      <p>
+        {here} has no states of an optimizer.{" "}
+        <button type="button" class="small" onClick={() => go({ side: which ? undefined : "b", state: undefined }, undefined, true)}>
+          Show those of {there}
+        </button>
+      </p>
+    );
+  }
   return (
     <>
       <section aria-label="States">
@@ -54,13 +68,13 @@ export function OptimizerPage() {
             </select>
           </label>
         </p>
-        <Ask key={state} reads={chosen?.nbytes ?? 0} what={`quantities of ${state}`}>
+        <Ask key={`${which} ${state}`} reads={chosen?.nbytes ?? 0} what={`quantities of ${state}`}>
           {() => <State state={state} quantity={quantity} />}
         </Ask>
       </section>
       <section aria-label="Last step">
-        <Ask reads={whole} what="the optimizer's last step">
-          {() => <LastStep />}
+        <Ask key={which} reads={whole} what="the optimizer's last step">
+          {() => <LastStep state={state} />}
         </Ask>
       </section>
     </>
@@ -78,15 +92,15 @@ const QUANTITIES: Record<string, string> = {
 function State({ state, quantity }: { state: string; quantity: string }) {
   const { api, about, route, go } = useExplorer();
   const { step, side } = route.params;
-  const own = state === about.sides[0]!.state ? undefined : state;
+  const own = state === (about.sides[side === "b" ? 1 : 0] ?? about.sides[0]!).state ? undefined : state;
   const { value, error } = useLoaded((signal) => api.json<StateLayers>("layers", { state: own, step, side }, signal), [own, step, side]);
+  const lines = useLines({ state, step, side, of: quantity === "rms" ? undefined : quantity });
   if (error) return <Failure error={error} />;
   if (!value) return <p class="quiet">Reading {state} …</p>;
   const dead = value.zeros.filter(([, count, zeros]) => zeros === count);
-  const view = own ? `view.states[${pyText(state)}]` : "view";
   return (
     <>
-      <LayerGrid found={value} quantity={quantity} title={`${value.quantities[quantity]} of ${state}`} python={`${view}.plot.layers(${pyText(quantity)})`} />
+      <LayerGrid found={value} quantity={quantity} title={`${value.quantities[quantity]} of ${state}`} python={lines["layers"]} table={lines["table"]} />
       <h2>Zeros in {state}</h2>
       <p class="quiet">
         {dead.length
@@ -102,6 +116,7 @@ function State({ state, quantity }: { state: string; quantity: string }) {
         height={280}
         onRow={([name]) => go({ name, state: own }, "tensor")}
       />}
+      {value.zeros.length > 0 && <Python code={lines["zeros"]} />}
     </>
   );
 }
@@ -113,16 +128,17 @@ const ZEROS: Column<[string, number, number]>[] = [
   { key: "share", title: "share", number: true, value: ([, count, zeros]) => zeros / count, cell: ([, count, zeros]) => `${((100 * zeros) / count).toFixed(zeros === count ? 0 : 2)} %`, width: "90px" },
 ];
 
-function LastStep() {
+function LastStep({ state }: { state: string }) {
   const { api, route } = useExplorer();
   const { step, side } = route.params;
   const { value, error } = useLoaded((signal) => api.json<Updates>("updates", { step, side }, signal), [step, side]);
+  const lines = useLines({ state, step, side });
   if (error) return <Failure error={error} />;
   if (!value) return <p class="quiet">Computing the last step …</p>;
   return (
     <>
       {value.rows.length > 0 && (
-        <LayerGrid found={value} quantity="ratio" title="The last step, in units of the weights" python="view.updates().plot()" />
+        <LayerGrid found={value} quantity="ratio" title="The last step, in units of the weights" python={lines["updates"]} />
       )}
       {value.problems.map((problem) => (
         <p key={problem} class="quiet">
@@ -130,6 +146,7 @@ function LastStep() {
         </p>
       ))}
       {value.rows.length > 0 && <DataTable columns={STEPS} rows={value.rows} caption="last step" rowKey={([name]) => name} height={320} />}
+      {value.rows.length > 0 && <Python code={lines["steps"]} />}
     </>
   );
 }

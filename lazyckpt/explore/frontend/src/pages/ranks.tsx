@@ -8,7 +8,7 @@ import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
-import { Python } from "../ui/python";
+import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
 import { bytes, grouped, shownName } from "../ui/text";
 import "./ranks.css";
@@ -50,6 +50,7 @@ export function RanksPage() {
   const state = states === "all" ? undefined : (route.params["state"] ?? states);
   const loaded = useLoaded((signal) => api.json<Ranks>("ranks", { step, side, state }, signal), [step, side, state]);
   const found = loaded.value;
+  const lines = useLines({ step, side, of: of === "bytes" ? undefined : of, states: state && "own", state, file: api.live ? file : undefined });
   const grid = useMemo(() => found && gridOf(found, of), [found, of]);
   if (loaded.error) return <Failure error={loaded.error} />;
   if (!found || !grid) return <p class="quiet">Counting what each rank holds …</p>;
@@ -82,7 +83,7 @@ export function RanksPage() {
             </select>
           </>
         }
-        python="view.plot.ranks()"
+        python={lines["ranks"]}
       >
         <Grid
           numbers
@@ -126,8 +127,9 @@ export function RanksPage() {
           }
         />
       </section>
+      <Python code={lines["files"]} />
       {chosen >= 0 && api.live && <Holding file={found.files[chosen]!} state={state} />}
-      <Python code="from lazyckpt.inspect.ranks import ranks_of; ranks_of(view.states.values())" />
+      <Python code={lines["file"]} />
     </div>
   );
 }

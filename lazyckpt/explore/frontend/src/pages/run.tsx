@@ -4,11 +4,12 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { shortNumber } from "../ui/axis";
 import { colourTable, css } from "../ui/colours";
+import { CompareWith } from "../parts/steps";
 import { Failure } from "../ui/failure";
 import { Figure, SaveButtons } from "../ui/figure";
 import { Legend } from "../ui/grid";
 import { LineChart, type Series } from "../ui/line";
-import { Python, pyText } from "../ui/python";
+import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
 import { bytes, grouped, newId, shownName } from "../ui/text";
 import { useDark } from "./tensor";
@@ -55,6 +56,7 @@ export function RunPage() {
   const step = route.params["step"] ?? String(about.steps[about.steps.length - 1]);
   const loaded = useLoaded((signal) => api.json<Run>("run", { state, step: api.live ? route.params["step"] : undefined }, signal), [state, route.params["step"]]);
   const found = loaded.value;
+  const lines = useLines({ state, quantity: quantity === "norm" ? undefined : quantity, kind, q: kind ? undefined : q });
   if (loaded.error) return <Failure error={loaded.error} />;
   if (!found) return <p class="quiet">Opening the steps …</p>;
   const place = Math.max(0, found.steps.indexOf(Number(step)));
@@ -63,8 +65,6 @@ export function RunPage() {
   const label = known.get(quantity) ?? quantity;
   const chosen = found.kinds.find((one) => one.kind === kind);
   const shown = found.kinds.filter((one) => one.kind.includes(q));
-  const root = pyText(about.title);
-  const view = state ? `lazyckpt.open_run(${root}).states[${pyText(state)}]` : `lazyckpt.open_run(${root})`;
   return (
     <div class="run">
       <div class="run-tools">
@@ -87,6 +87,7 @@ export function RunPage() {
             {place + 1} of {grouped(found.steps.length)}
           </span>
         </label>
+        <CompareWith step={found.steps[place]!} />
         <label>
           quantity
           <select value={quantity} onChange={(event) => go({ quantity: event.currentTarget.value === "norm" ? undefined : event.currentTarget.value }, undefined, true)}>
@@ -103,7 +104,7 @@ export function RunPage() {
         </label>
       </div>
       {chosen ? (
-        <One key={chosen.kind} {...{ run: found, kind: chosen, quantity, label, step: found.steps[place]!, view }} />
+        <One key={chosen.kind} {...{ run: found, kind: chosen, quantity, label, step: found.steps[place]!, lines }} />
       ) : (
         <>
           <h2>{capital(label)}</h2>
@@ -117,7 +118,7 @@ export function RunPage() {
             ))}
           </div>
           {!shown.length && <p class="quiet">No kind has this in its name.</p>}
-          <Python code={`${view}.plot.dynamics(${pyText(quantity)})`} />
+          <Python code={lines["dynamics"]} />
         </>
       )}
     </div>
@@ -241,8 +242,8 @@ interface Row {
 }
 
 /** One kind alone: its curves, and its values at the chosen step. */
-function One(props: PartProps & { view: string }) {
-  const { kind, quantity, label, step, view } = props;
+function One(props: PartProps & { lines: Record<string, string> }) {
+  const { kind, quantity, label, step, lines } = props;
   const { go } = useExplorer();
   const { loaded, size, start, ask } = useCourse(props, true);
   const shade = useShade();
@@ -273,7 +274,7 @@ function One(props: PartProps & { view: string }) {
           the first tensor at this step
         </button>
       </p>
-      <Figure title={capital(label)} name={`${kind.label}.${quantity}`} note={<span class="mono">{shownName(kind.kind)}</span>} python={`${view}.by_layer(${pyText(quantity)})`}>
+      <Figure title={capital(label)} name={`${kind.label}.${quantity}`} note={<span class="mono">{shownName(kind.kind)}</span>} python={lines["dynamics"]}>
         {loaded.error ? (
           <Failure error={loaded.error} />
         ) : found ? (
@@ -319,6 +320,7 @@ function One(props: PartProps & { view: string }) {
           <h2>At step {grouped(step)}</h2>
           {at < 0 && <p class="quiet">There is no value at this step: it has nothing before it to be compared with, or no such tensors.</p>}
           <DataTable caption={`${label} at step ${step}`} columns={columns} rows={rows} rowKey={(row) => row.name} height={340} />
+          <Python code={lines["table"]} />
         </section>
       )}
     </>

@@ -5,19 +5,28 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Numbers } from "../api";
 import { useExplorer, useLoaded } from "../context";
 import { Cards, type Facts } from "../tensor/cards";
+import { besideKey, besideOf, besideText, choicesOf, exchanged, toggled, type Choice, type Shown } from "../tensor/states";
 import { colourTable, css } from "../ui/colours";
 import { sample, scaleOf, type Scale, type ScaleKind } from "../ui/colourscale";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
-import { HeatMap, cellValue, type How, type Mark, type Outline, type Values } from "../ui/heatmap";
-import { CopyButton } from "../ui/python";
-import { around, partOf, partText, pythonIndex, rootTile, whole, type Size, type Tile } from "../ui/pyramid";
+import { HeatMap, Link, cellValue, type How, type Mark, type Outline, type Values } from "../ui/heatmap";
+import { CopyButton, Python, useLines } from "../ui/python";
+import { around, partOf, partText, rootTile, whole, type Size, type Tile } from "../ui/pyramid";
 import { shortNumber } from "../ui/axis";
 import { bytes, grouped, shownName } from "../ui/text";
 import "./tensor.css";
 
+/** The parameters of the page that its lines of Python depend on, besides those of the tensor. */
+const SAID = ["dims", "at", "view", "how", "scale", "range", "exact", "counts", "bins"];
+
+function toldOf(params: Record<string, string>) {
+  return Object.fromEntries(SAID.map((key) => [key, params[key]]));
+}
+
 const LIVE = 512; // rows and columns of cells of the whole
 const REPORT = 64; // the same in a report
+const ALL = 64 << 20; // bytes of which everything is read without being asked for
 /** How a report has its pictures: rounded means. */
 export const REPORTED = { rows: REPORT, cols: REPORT, how: "mean", fraction: 11 };
 
@@ -78,13 +87,20 @@ function Tensor({ facts }: { facts: Facts }) {
   const { name } = facts;
   const own = about.sides[params["side"] === "b" ? 1 : 0]?.state;
   const common = { name, state: params["state"], step: params["step"], side: params["side"], of: params["of"] };
-  const derived = api.live ? facts.derived : [];
+  const choices = choicesOf(api.live ? facts : { ...facts, derived: [] });
+  const chosen = api.live ? besideOf(params["beside"]) : [];
+  const beside = choices.filter((one) => one.fits && besideKey(one) !== besideKey(facts) && chosen.some((other) => besideKey(other) === besideKey(one)));
+  const show = (next: Choice) =>
+    go({
+      state: next.state === own ? undefined : next.state, of: next.of || undefined, view: params["view"],
+      beside: besideText(exchanged(beside, { state: facts.state, of: facts.of }, next)),
+    });
   const plane = useMemo(() => planeOf(facts, params), [facts, params["dims"], params["at"]]);
   const { size } = plane;
   const [marks, setMarks] = useState<Mark[]>([]);
   const empty = size.height === 0 || size.width === 0;
   const part = partOf(params["view"]);
-  const python = facts.python + pythonIndex(part ?? whole(size), { ...plane, width: plane.wrap }, size);
+  const lines = useLines({ ...common, ...(api.live ? toldOf(params) : {}) });
   const look = (row: number, col: number) => go({ view: partText(around(row, col, size, { height: 470, width: 800 })) });
   const jump = (index: number[]) => {
     if (plane.ndim < 2) {
@@ -105,22 +121,36 @@ function Tensor({ facts }: { facts: Facts }) {
         <span class="quiet">
           {facts.short} [{facts.shape.map(grouped).join(", ")}] · {grouped(facts.numel)} elements · {bytes(facts.nbytes)}
         </span>
-        {facts.states.length + derived.length > 1 && (
+        {choices.length > 1 && (
           <span role="group" aria-label="state">
-            {facts.states.map((one) => (
+            {choices.map((one) => (
               <button
-                key={one.name}
+                key={besideKey(one)}
                 type="button"
                 class="small"
-                aria-pressed={one.name === facts.state && !facts.of}
-                onClick={() => go({ state: one.name === own ? undefined : one.name, of: undefined, view: params["view"] })}
+                title={DERIVED[one.of]}
+                aria-pressed={besideKey(one) === besideKey(facts)}
+                onClick={() => show(one)}
               >
-                {shownName(one.name)}
+                {shownName(one.label)}
               </button>
             ))}
-            {derived.map(({ of, label }) => (
-              <button key={`of ${of}`} type="button" class="small" title={DERIVED[of]} aria-pressed={of === facts.of} onClick={() => go({ of, view: params["view"] })}>
-                {label}
+          </span>
+        )}
+        {api.live && choices.length > 1 && facts.numbers !== null && !empty && (
+          <span role="group" aria-label="side by side">
+            <span class="quiet">side by side with</span>
+            {choices.map((one) => besideKey(one) !== besideKey(facts) && (
+              <button
+                key={besideKey(one)}
+                type="button"
+                class="small"
+                disabled={!one.fits}
+                title={one.fits ? "the same rows and columns, in its own colours" : "has another shape"}
+                aria-pressed={beside.some((other) => besideKey(other) === besideKey(one))}
+                onClick={() => go({ beside: besideText(toggled(beside, one)) }, undefined, true)}
+              >
+                + {shownName(one.label)}
               </button>
             ))}
           </span>
@@ -134,9 +164,9 @@ function Tensor({ facts }: { facts: Facts }) {
       ) : empty ? (
         <p class="quiet">The tensor has no elements.</p>
       ) : (
-        <Picture key={`${plane.query.dims}/${plane.query.at}`} {...{ facts, plane, common, marks, python, jump }} />
+        <Pictures key={`${plane.query.dims}/${plane.query.at}`} {...{ facts, plane, common, marks, lines, beside, own }} />
       )}
-      <Cards {...{ facts, plane, common, jump, setMarks, empty: empty || facts.numbers === null }} part={part ?? whole(size)} size={size} live={api.live} />
+      <Cards {...{ facts, plane, common, lines, jump, setMarks, empty: empty || facts.numbers === null }} part={part ?? whole(size)} size={size} live={api.live} />
     </article>
   );
 }
@@ -148,18 +178,67 @@ interface PictureProps {
   plane: Plane;
   common: Record<string, string | undefined>;
   marks: Mark[];
-  python: string;
-  jump(index: number[]): void;
+  lines: Record<string, string>;
+  /** Beside others: what the picture is called, and what moves it with them. */
+  among?: { label: string; link: Link };
 }
 
-function Picture({ facts, plane, common, marks, python }: PictureProps) {
+/** The picture of the tensor; or several of the same part, for each state that is chosen. */
+function Pictures({ beside, own, ...first }: PictureProps & { beside: Choice[]; own: string | undefined }) {
+  const { facts, plane } = first;
+  const link = useMemo(() => new Link(), []);
+  if (!beside.length) return <Picture {...first} />;
+  const label = choicesOf(facts).find((one) => besideKey(one) === besideKey(facts))?.label ?? facts.state;
+  return (
+    <section aria-label="pictures side by side">
+      <div class="tensor-tools">
+        <Choices facts={facts} plane={plane} />
+      </div>
+      <div class="tensor-beside">
+        <Picture key="first" {...first} among={{ label, link }} />
+        {beside.map((one) => (
+          <Beside key={besideKey(one)} shown={one} label={one.label} first={facts} own={own} link={link} />
+        ))}
+      </div>
+      <p class="quiet">The pictures show the same rows and columns. What follows is of {shownName(label)}.</p>
+    </section>
+  );
+}
+
+/** The picture of another state. */
+function Beside({ shown, label, first, own, link }: { shown: Shown; label: string; first: Facts; own: string | undefined; link: Link }) {
+  const { api, route } = useExplorer();
+  const { params } = route;
+  const common = {
+    name: first.name, state: shown.state === own ? undefined : shown.state, step: params["step"], side: params["side"], of: shown.of || undefined,
+  };
+  const loaded = useLoaded((signal) => api.json<Facts>("tensor", common, signal), [first]);
+  const lines = useLines({ ...common, ...(api.live ? toldOf(params) : {}) });
+  const facts = loaded.value;
+  const plane = useMemo(() => facts && planeOf(facts, params), [facts, params["dims"], params["at"]]);
+  const all = planeOf(first, params).size;
+  if (loaded.error) return <Failure error={loaded.error} />;
+  if (!facts || !plane) return <div class="tensor-wait quiet">Opening {shownName(label)} …</div>;
+  if (facts.numbers === null || plane.size.height !== all.height || plane.size.width !== all.width) {
+    return <div class="tensor-wait quiet">{shownName(label)} has other rows and columns.</div>;
+  }
+  return <Picture {...{ facts, plane, common, lines }} marks={[]} among={{ label, link }} />;
+}
+
+/** How pictures are drawn, by the parameters of the link. */
+function drawnAs(params: Record<string, string>, live: boolean) {
+  const how = (live && ["mean", "min", "max", "absmax"].includes(params["how"] ?? "") ? params["how"] : "mean") as How;
+  const kind = (["linear", "symlog", "quantile"].includes(params["scale"] ?? "") ? params["scale"] : "linear") as ScaleKind;
+  const range: "full" | "robust" = params["range"] === "full" ? "full" : "robust";
+  const exact = live && params["exact"] === "yes" ? "yes" : "auto";
+  return { how, kind, range, exact };
+}
+
+function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { size } = plane;
-  const how = (api.live && ["mean", "min", "max", "absmax"].includes(params["how"] ?? "") ? params["how"] : "mean") as How;
-  const kind = (["linear", "symlog", "quantile"].includes(params["scale"] ?? "") ? params["scale"] : "linear") as ScaleKind;
-  const range = params["range"] === "full" ? "full" : "robust";
-  const exact = api.live && params["exact"] === "yes" ? "yes" : "auto";
+  const { how, kind, range, exact } = drawnAs(params, api.live);
   const ask = async (tile: Tile, signal: AbortSignal, rows: number, cols: number, window: boolean): Promise<Values> => {
     const place = window ? { r0: tile.r0, r1: tile.r1, c0: tile.c0, c1: tile.c1 } : {};
     const { header, arrays } = await api.packed<{ exact: boolean; single: boolean }>(
@@ -177,9 +256,9 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
   );
   const layout = useLoaded((signal) => (api.holds("tensor/layout", common) ? api.json<Layout>("tensor/layout", common, signal) : Promise.resolve(null)), [facts]);
   const [wide, setWide] = useState(false); // whether norms are wanted that take long
-  const cheap = facts.nbytes <= 64 << 20;
+  const cheap = facts.nbytes <= ALL;
   const norms = useLoaded(async (signal) => {
-    if (!api.live || !(cheap || wide)) return null;
+    if (!api.live || among || !(cheap || wide)) return null;
     const { arrays } = await api.packed("tensor/norms", { ...common, ...plane.query, rows: 512, cols: 512 }, signal);
     return arrays;
   }, [facts, wide]);
@@ -193,7 +272,7 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     const [low, high] = ends.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
     return (how === "absmax" ? [0, Math.max(-low, high)] : [low, high]) as [number, number];
   }, [root.value, how]);
-  const scale = useMemo(() => scaleOf(values, kind, range, full), [values, kind, range, full]);
+  const scale = useMemo(() => scaleOf(values, kind, range, full, how === "absmax"), [values, kind, range, full, how]);
   const dark = useDark();
   const table = useMemo(() => colourTable(scale.signed ? (dark ? "signedDark" : "signed") : "viridis"), [scale.signed, dark]);
   const outlines = useMemo<Outline[] | undefined>(() => {
@@ -210,18 +289,6 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     const parts = Array.from({ length: plane.ndim }, (_, n) => (n === plane.row ? row : n === plane.col ? col : (plane.at.get(n) ?? ":")));
     return `[${parts.join(", ")}]`;
   };
-  const option = (key: string, label: string, choices: [string, string][], now: string) => (
-    <label>
-      {label}
-      <select value={now} onChange={(event) => go({ [key]: event.currentTarget.value === choices[0]![0] ? undefined : event.currentTarget.value }, undefined, true)}>
-        {choices.map(([value, text]) => (
-          <option key={value} value={value}>
-            {text}
-          </option>
-        ))}
-      </select>
-    </label>
-  );
   const pooled = Array.from({ length: plane.ndim }, (_, n) => n).filter((n) => n !== plane.row && n !== plane.col && !plane.at.has(n));
   const note = root.value && (
     <>
@@ -231,36 +298,9 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
     </>
   );
   return (
-    <Figure title={facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={`${facts.name}.values`} python={python}>
-      <div class="tensor-tools">
-        {api.live && option("how", "cells show", [["mean", "mean"], ["absmax", "largest |x|"], ["min", "minimum"], ["max", "maximum"]], how)}
-        {option("scale", "colours", [["linear", "linear"], ["symlog", "symmetric log"], ["quantile", "quantiles"]], kind)}
-        {option("range", "range", [["robust", "99 % of cells"], ["full", "full"]], range)}
-        {api.live && root.value && (!root.value.exact || exact === "yes") &&
-          option("exact", "reads", [["auto", "a sample"], ["yes", `everything (${bytes(facts.nbytes)})`]], exact)}
-        {plane.ndim > 2 && api.live && <Dimensions plane={plane} />}
-        {facts.heads && api.live && plane.ndim === 2 && (
-          <label>
-            attention
-            <select
-              value=""
-              onChange={(event) => {
-                const one = facts.heads!.slices[Number(event.currentTarget.value)];
-                if (!one) return go({ view: undefined });
-                const [, a, b] = one;
-                const all = whole(size);
-                go({ view: partText(facts.heads!.dim === 0 ? { ...all, r0: a, r1: b } : { ...all, c0: a, c1: b }) });
-              }}
-            >
-              <option value="">all heads</option>
-              {facts.heads.slices.map(([text, a, b], n) => (
-                <option key={n} value={String(n)}>
-                  {text}: {a}–{b - 1}
-                </option>
-              ))}
-            </select>
-          </label>
-        )}
+    <Figure title={among ? shownName(among.label) : facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={among ? `${facts.name}.${among.label}` : `${facts.name}.values`} python={lines["heatmap"]}>
+      {!among && <div class="tensor-tools">
+        <Choices facts={facts} plane={plane} />
         {layout.value && layout.value.labels.length > 1 && plane.ndim === 2 && (
           <label>
             <input type="checkbox" checked={params["ranks"] !== "no"} onChange={(event) => go({ ranks: event.currentTarget.checked ? undefined : "no" }, undefined, true)} />
@@ -273,11 +313,11 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
           </button>
         )}
         {norms.error && wide && <span class="error">{norms.error.message}</span>}
-      </div>
+      </div>}
       {root.error ? (
         <Failure error={root.error} />
       ) : !root.value ? (
-        <div class="tensor-wait quiet" style={{ minHeight: "520px" }}>
+        <div class="tensor-wait quiet" style={{ minHeight: among ? "380px" : "520px" }}>
           reading {bytes(facts.nbytes)} …
         </div>
       ) : (
@@ -293,19 +333,73 @@ function Picture({ facts, plane, common, marks, python }: PictureProps) {
             table={table}
             part={partOf(params["view"])}
             onPart={(part) => go({ view: part && partText(part) }, undefined, true)}
-            label={`Heat map of ${shownName(facts.name)}, ${grouped(size.height)} by ${grouped(size.width)}, values ${shortNumber(full[0])} to ${shortNumber(full[1])}`}
+            label={`Heat map of ${among ? `${shownName(among.label)} of ` : ""}${shownName(facts.name)}, ${grouped(size.height)} by ${grouped(size.width)}, values ${shortNumber(full[0])} to ${shortNumber(full[1])}`}
             rowTitle={plane.row === null ? (plane.wrap ? `rows of ${grouped(plane.wrap)}` : "") : `dimension ${plane.row}`}
             colTitle={plane.col === null ? "" : `dimension ${plane.col}`}
             indexText={indexText}
+            {...(among ? { link: among.link, height: 380 } : {})}
             outlines={outlines}
             marks={marks}
             rowNorms={norms.value?.["rows"]}
             colNorms={norms.value?.["cols"]}
           />
           <Legend scale={scale} table={table} what={root.value.single ? "value" : how} />
+          {norms.value && <Python code={lines["norms"]} />}
         </>
       )}
     </Figure>
+  );
+}
+
+/** The controls of how pictures are drawn. */
+function Choices({ facts, plane }: { facts: Facts; plane: Plane }) {
+  const { api, route, go } = useExplorer();
+  const { params } = route;
+  const { size } = plane;
+  const { how, kind, range, exact } = drawnAs(params, api.live);
+  const option = (key: string, label: string, choices: [string, string][], now: string) => (
+    <label>
+      {label}
+      <select value={now} onChange={(event) => go({ [key]: event.currentTarget.value === choices[0]![0] ? undefined : event.currentTarget.value }, undefined, true)}>
+        {choices.map(([value, text]) => (
+          <option key={value} value={value}>
+            {text}
+          </option>
+        ))}
+      </select>
+    </label>
+  );
+  return (
+    <>
+      {api.live && option("how", "cells show", [["mean", "mean"], ["absmax", "largest |x|"], ["min", "minimum"], ["max", "maximum"]], how)}
+      {option("scale", "colours", [["linear", "linear"], ["symlog", "symmetric log"], ["quantile", "quantiles"]], kind)}
+      {option("range", "range", [["robust", "99 % of cells"], ["full", "full"]], range)}
+      {api.live && facts.nbytes > ALL &&
+        option("exact", "reads", [["auto", "a sample"], ["yes", `everything (${bytes(facts.nbytes)})`]], exact)}
+      {plane.ndim > 2 && api.live && <Dimensions plane={plane} />}
+      {facts.heads && api.live && plane.ndim === 2 && (
+        <label>
+          attention
+          <select
+            value=""
+            onChange={(event) => {
+              const one = facts.heads!.slices[Number(event.currentTarget.value)];
+              if (!one) return go({ view: undefined });
+              const [, a, b] = one;
+              const all = whole(size);
+              go({ view: partText(facts.heads!.dim === 0 ? { ...all, r0: a, r1: b } : { ...all, c0: a, c1: b }) });
+            }}
+          >
+            <option value="">all heads</option>
+            {facts.heads.slices.map(([text, a, b], n) => (
+              <option key={n} value={String(n)}>
+                {text}: {a}–{b - 1}
+              </option>
+            ))}
+          </select>
+        </label>
+      )}
+    </>
   );
 }
 

@@ -48,6 +48,9 @@ function TreeOf({ state }: { state: State }) {
   const unfolded = useMemo(() => keysOf(each), [each]);
   const weight = useMemo<Weight>(() => weightOf(sort, sums, state, tree, normSums), [sort, sums, normSums]);
   const rows = useMemo(() => visibleRows(tree, open, unfolded, weight), [tree, open, unfolded, weight]);
+  const kin = useMemo(() => (norms ? kinOf(state) : null), [norms && state]);
+  const curves = useMemo(() => !!kin || rows.some((row) => row.series > 1), [rows, kin]);
+  const room = useMemo(() => shapeRoom(state), [state]);
 
   useEffect(() => {
     const timer = setTimeout(() => state.names.warm(), 300);
@@ -186,7 +189,13 @@ function TreeOf({ state }: { state: State }) {
         </span>
         {norms && (
           <span class="tree-norm">
-            {normSums && row.series > 1 && <Sparkline values={normSums.series(row, row.series)} title="norm by layer" />}
+            {normSums && row.series > 1 ? (
+              <Sparkline values={normSums.series(row, row.series)} title="norm by layer" />
+            ) : (
+              kin && row.leaf && (kin.get(kindOf(state.names.name(own)))?.length ?? 0) > 1 && (
+                <Sparkline values={kin.get(kindOf(state.names.name(own)))!.map((n) => norms.norm[n]!)} title="norm in all layers" />
+              )
+            )}
             {Number.isNaN(norm) ? "" : shortNumber(norm)}
           </span>
         )}
@@ -241,7 +250,7 @@ function TreeOf({ state }: { state: State }) {
         </details>
       )}
       <div class={`tree-body${chosen ? " with-card" : ""}`}>
-        <div class="tree-list">
+        <div class="tree-list" style={{ "--tree-shape": `${room}px`, "--tree-norm": curves ? "168px" : "84px" }}>
           <div class={`tree-row tree-head${norms ? " with-norm" : ""}`} aria-hidden="true">
             <span>name</span>
             <span>shape</span>
@@ -402,6 +411,34 @@ function Mark({ kind, text, title }: { kind: string; text: string; title: string
       {text}
     </span>
   );
+}
+
+/** The width of the column of shapes and numbers of tensors, in pixels: what the longest takes, to some limit. */
+function shapeRoom(state: State): number {
+  const longest = state.kinds.reduce((n, { shape }) => Math.max(n, shape.join(", ").length + 2), `${grouped(state.names.count)} tensors`.length);
+  return Math.round(Math.min(148, Math.max(64, 7.9 * longest + 4)));
+}
+
+const MOST_KIN = 20_000; // names of which layers are looked up that are too few to be folded
+
+/** A name with * for the number of its layer. */
+function kindOf(name: string): string {
+  return name.replace(/(^|\.)\d+(?=\.|$)/, "$1*");
+}
+
+/** The numbers of the names of each kind, in the order of layers; null if no kind is in several layers, or there are many names. */
+function kinOf(state: State): Map<string, number[]> | null {
+  if (state.names.count > MOST_KIN) return null;
+  const found = new Map<string, number[]>();
+  for (let n = 0; n < state.names.count; n += 1) {
+    const kind = kindOf(state.names.name(n));
+    const held = found.get(kind);
+    if (held) held.push(n);
+    else found.set(kind, [n]);
+  }
+  const layer = (n: number) => Number(/(?:^|\.)(\d+)(?=\.|$)/.exec(state.names.name(n))?.[1] ?? 0);
+  for (const held of found.values()) held.sort((a, b) => layer(a) - layer(b));
+  return [...found.values()].some((held) => held.length > 1) ? found : null;
 }
 
 function labelOf(row: Row): string {

@@ -5,6 +5,7 @@ import { Ending } from "../ui/ending";
 import { colourTable, css } from "../ui/colours";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
+import { Python } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
 import { shownName } from "../ui/text";
 import { shortNumber } from "../ui/axis";
@@ -31,7 +32,7 @@ interface Row {
 const CIVIDIS = colourTable("viridis");
 
 /** A grid of a quantity, and the same as a table. */
-export function LayerGrid({ found, quantity, title, python, note }: { found: Layers; quantity: string; title: string; python: string; note?: string }) {
+export function LayerGrid({ found, quantity, title, python, table, note }: { found: Layers; quantity: string; title: string; python: string | undefined; table?: string | undefined; note?: string }) {
   const [own, setOwn] = useState(true);
   const rows = useMemo(() => rowsOf(found, quantity), [found, quantity]);
   const columns = useMemo(() => [...(Object.keys(found.alone[quantity]!).length ? ["none"] : []), ...found.layers.map(String)], [found, quantity]);
@@ -77,6 +78,7 @@ export function LayerGrid({ found, quantity, title, python, note }: { found: Lay
       <details>
         <summary>As a table</summary>
         <DataTable columns={COLUMNS} rows={rows} caption={title} rowKey={({ kind, layer }) => `${kind} ${layer}`} height={320} />
+        <Python code={table} />
       </details>
     </>
   );

@@ -56,7 +56,7 @@ const ZERO: [string, string][] = [
 ];
 const DEGREES = ["tp", "pp", "dp", "ep"] as const;
 
-export function Memory() {
+export function Memory({ python }: { python: string | undefined }) {
   const { api, route, go } = useExplorer();
   const { step, side, dtype = "", zero = "0", optimizer = "adamw", gradients = "float32" } = route.params;
   const degrees = Object.fromEntries(DEGREES.map((axis) => [axis, route.params[axis] ?? "1"])) as Record<(typeof DEGREES)[number], string>;
@@ -86,13 +86,6 @@ export function Memory() {
   const costs = loaded.value;
   const most = costs ? Math.max(...costs.stages.map((stage) => stage.nbytes)) : 0;
   const stage = costs?.stages[Math.min(chosen, costs.stages.length - 1)];
-  const given = [
-    ...(dtype ? [`dtype="${dtype}"`] : []),
-    ...DEGREES.filter((axis) => degrees[axis] !== "1").map((axis) => `${axis}=${degrees[axis]}`),
-    ...(zero !== "0" ? [`zero=${zero}`] : []),
-    ...(optimizer !== "adamw" ? [`optimizer="${optimizer}"`] : []),
-    ...(gradients !== "float32" ? [`gradients="${gradients}"`] : []),
-  ];
   return (
     <section class="memory">
       <h2>What it takes in memory</h2>
@@ -182,7 +175,7 @@ export function Memory() {
       )}
       {!costs && !loaded.error && <p class="quiet">Reckoning …</p>}
       {!api.live && <p class="quiet">A report has this for one rank only; `lazyckpt serve` reckons with any mesh.</p>}
-      <Python code={`from lazyckpt.inspect.costs import memory_per_rank; memory_per_rank(view${given.map((one) => `, ${one}`).join("")})`} />
+      <Python code={python} />
     </section>
   );
 }

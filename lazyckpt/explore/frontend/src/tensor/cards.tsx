@@ -11,7 +11,8 @@ import { Figure } from "../ui/figure";
 import type { Mark } from "../ui/heatmap";
 import { Histogram } from "../ui/histogram";
 import { LineChart } from "../ui/line";
-import { pythonIndex, whole, type Part, type Size } from "../ui/pyramid";
+import { type Part, type Size } from "../ui/pyramid";
+import { Python, useLines } from "../ui/python";
 import { DataTable } from "../ui/table";
 import { bytes, grouped, shownName } from "../ui/text";
 
@@ -33,7 +34,6 @@ export interface Facts {
   derived: { of: string; label: string }[];
   owner: string | null;
   about: [string, string][];
-  python: string;
   ranges: { path: string; rank: string; offset: number | null; nbytes: number; runs: number; packed: string; missing: string }[];
   ranges_in_all: number;
   problems: { severity: string; text: string }[];
@@ -46,6 +46,7 @@ interface Props {
   facts: Facts;
   plane: Plane;
   common: Common;
+  lines: Record<string, string>;
   part: Part;
   size: Size;
   empty: boolean;
@@ -107,7 +108,7 @@ const SUMMARY: [string, string][] = [
   ["min", "min"], ["max", "max"], ["mean", "mean"], ["std", "std"], ["l2", "L2 norm"], ["zeros", "zeros"], ["nan", "NaN"], ["posinf", "+Inf"], ["neginf", "−Inf"],
 ];
 
-function HistogramCard({ facts, common, live }: Props) {
+function HistogramCard({ facts, common, lines, live }: Props) {
   const { api, route, go } = useExplorer();
   const powers = live && route.params["bins"] === "log";
   const log = route.params["counts"] === "log";
@@ -126,7 +127,7 @@ function HistogramCard({ facts, common, live }: Props) {
       title="Histogram"
       note={value ? (value["exact"] ? "all elements" : `a sample of ${grouped(Number(value["read"]))} elements`) : ""}
       name={`${facts.name}.histogram`}
-      python={`${facts.python}.plot.hist()`}
+      python={lines["histogram"]}
       tools={
         <>
           {toggle("counts", log, "log counts")}
@@ -163,7 +164,7 @@ interface Outliers {
   neginf: number;
 }
 
-function OutlierCard({ facts, plane, common, jump, setMarks }: Props) {
+function OutlierCard({ facts, plane, common, lines, jump, setMarks }: Props) {
   const { api } = useExplorer();
   const load = (signal: AbortSignal) => api.json<Outliers>("tensor/outliers", { ...common, count: OUTLIERS }, signal);
   return (
@@ -172,6 +173,7 @@ function OutlierCard({ facts, plane, common, jump, setMarks }: Props) {
       <Wait cost={`reads ${bytes(facts.nbytes)}`} cheap={facts.nbytes <= AUTO} load={load}>
         {(found) => <OutlierTable {...{ found, plane, jump, setMarks }} />}
       </Wait>
+      <Python code={lines["outliers"]} />
     </section>
   );
 }
@@ -217,10 +219,10 @@ interface Bits {
   entropy: number;
 }
 
-function BitsCard({ facts, common }: Props) {
+function BitsCard({ facts, common, lines }: Props) {
   const { api } = useExplorer();
   return (
-    <Figure title="Bits" note="how often each bit is 1, and each exponent" name={`${facts.name}.bits`} python={`${facts.python}.plot.bits()`}>
+    <Figure title="Bits" note="how often each bit is 1, and each exponent" name={`${facts.name}.bits`} python={lines["bits"]}>
       <Wait cost={`reads ${bytes(facts.nbytes)}`} cheap={facts.nbytes <= AUTO} load={(signal) => api.json<Bits>("tensor/bits", common, signal)}>
         {(found) => <BitsPicture found={found} facts={facts} />}
       </Wait>
@@ -253,6 +255,21 @@ function BitsPicture({ found, facts }: { found: Bits; facts: Facts }) {
           height={200}
         />
       ) : null}
+      {shown && (
+        <details>
+          <summary>The exponents as a table</summary>
+          <DataTable
+            caption="exponents"
+            rows={shown.map((count, n) => ({ exponent: first + n - found.bias, count }))}
+            rowKey={({ exponent }) => exponent}
+            height={190}
+            columns={[
+              { key: "exponent", title: "power of 2", value: ({ exponent }) => exponent, number: true, width: "110px" },
+              { key: "count", title: "elements", value: ({ count }) => count, number: true },
+            ]}
+          />
+        </details>
+      )}
       <DataTable
         caption="share of ones in each bit"
         rows={found.ones.map((share, n) => ({ share, bit: names[n]! }))}
@@ -272,13 +289,12 @@ function spectrumOf({ common, plane }: Pick<Props, "common" | "plane">) {
   return { ...common, dims: plane.query.dims, at: plane.query.at };
 }
 
-function SpectrumCard({ facts, plane, common }: Props) {
+function SpectrumCard({ facts, plane, common, lines }: Props) {
   const { api } = useExplorer();
   const side = plane.ndim >= 2 ? Math.min(plane.size.height, plane.size.width) : 0;
   const free = plane.ndim - 2 - plane.at.size;
-  const matrix = plane.ndim > 2 ? `.lazy${pythonIndex(whole(plane.size), { ...plane, width: undefined }, plane.size)}` : "";
   return (
-    <Figure title="Singular values" note="largest first" name={`${facts.name}.singular-values`} python={`${facts.python}${matrix}.plot.singular_values()`}>
+    <Figure title="Singular values" note="largest first" name={`${facts.name}.singular-values`} python={lines["spectrum"]}>
       {free > 0 ? (
         <p class="quiet">Choose an index of each dimension that is not drawn: singular values are of a matrix.</p>
       ) : (
@@ -316,6 +332,7 @@ function NeighbourCard({ facts, common, part, jump }: Props) {
     (signal) => (asked ? api.json<Nearest>("tensor/neighbours", { ...common, ...asked, count: 50 }, signal) : Promise.resolve(undefined)),
     [facts, asked],
   );
+  const told = useLines({ ...common, row: found.value?.row ?? part.r0 });
   const shown = (token: string | null) => (token === null ? "" : shownName(token));
   return (
     <section aria-label="Nearest rows">
@@ -353,6 +370,7 @@ function NeighbourCard({ facts, common, part, jump }: Props) {
           ]}
         />
       ) : null}
+      {found.value && <Python code={told["neighbours"]} />}
     </section>
   );
 }
@@ -369,7 +387,7 @@ function windowOf({ plane, common, part, size, live }: Pick<Props, "plane" | "co
 }
 
 function ValuesCard(props: Props) {
-  const { facts, plane, live } = props;
+  const { facts, plane, lines, live } = props;
   const { api } = useExplorer();
   const { r0, c0, window, params } = windowOf(props);
   const free = plane.ndim > 2 && plane.at.size < plane.ndim - 2;
@@ -401,6 +419,7 @@ function ValuesCard(props: Props) {
           ]}
         />
       )}
+      <Python code={lines["values"]} />
     </section>
   );
 }

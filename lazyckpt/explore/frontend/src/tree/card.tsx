@@ -3,7 +3,7 @@
 import { useMemo } from "preact/hooks";
 import { linkTo, useExplorer, useLoaded } from "../context";
 import { LineChart } from "../ui/line";
-import { CopyButton, Python, pyText } from "../ui/python";
+import { CopyButton, Python, useLines } from "../ui/python";
 import { shortNumber } from "../ui/axis";
 import { bytes, grouped, shownName } from "../ui/text";
 import type { Marks, Norms, State } from "./load";
@@ -38,7 +38,6 @@ interface Facts {
   states: { name: string; short: string; shape: number[] }[];
   owner: string | null;
   about: [string, string][];
-  python: string;
   ranges: { path: string; rank: string; offset: number | null; nbytes: number; missing: string }[];
   ranges_in_all: number;
   problems: { severity: string; text: string }[];
@@ -52,6 +51,7 @@ function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props)
   const name = state.names.name(n);
   const { shape, dtype } = state.kindOf(n);
   const facts = useLoaded((signal) => api.json<Facts>("tensor", { ...params, name }, signal), [name, state]);
+  const lines = useLines({ page: "tensor", name, state: params["state"], step: params["step"], side: params["side"] });
   const found = facts.value;
   const owner = state.tied.get(n);
   const series = normSums && row.series > 1 ? normSums.series(row, row.series) : null;
@@ -150,7 +150,7 @@ function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props)
           {found.ranges_in_all > 60 && <p class="quiet">and {grouped(found.ranges_in_all - 60)} more</p>}
         </>
       )}
-      {found && <Python code={found.python} />}
+      <Python code={lines["tensor"]} />
       {facts.error && <p class="quiet">{facts.error.message}</p>}
     </>
   );
@@ -182,6 +182,7 @@ function GroupCard({ state, tree, row, sums, normSums, params }: Props) {
   const { api } = useExplorer();
   const path = tree.path({ ...row.node, leaf: -1 });
   const folded = row.copies.length;
+  const lines = useLines({ page: "tree", path, state: params["state"], step: params["step"], side: params["side"] });
   const totals = useLoaded((signal) => api.json<Totals>("tree/totals", { step: params["step"], side: params["side"], prefix: path }, signal), [path, state]).value;
   const dtypes = useMemo(() => {
     const found = new Map<string, { tensors: number; numel: number; nbytes: number }>();
@@ -236,7 +237,7 @@ function GroupCard({ state, tree, row, sums, normSums, params }: Props) {
           height={170}
         />
       )}
-      <Python code={`view[${pyText(path)}]`} />
+      <Python code={lines["group"]} />
     </>
   );
 }

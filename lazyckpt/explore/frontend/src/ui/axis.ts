@@ -1,16 +1,24 @@
 // Axes: where ticks stand and how numbers on them are written.
 
-/** About `wanted` round numbers from low to high. */
-export function ticks(low: number, high: number, wanted = 5): number[] {
+import { grouped } from "./text";
+
+/** About `wanted` round numbers from low to high; of whole numbers, only such. */
+export function ticks(low: number, high: number, wanted = 5, whole = false): number[] {
   if (!(high > low) || !Number.isFinite(low) || !Number.isFinite(high)) return [low];
   const raw = (high - low) / wanted;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw * 0.999)!;
+  const round = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= raw * 0.999)!;
+  const step = whole ? Math.max(1, round) : round;
   const found: number[] = [];
   const first = Math.ceil(low / step - 1e-9);
   if (Math.abs(first) > 2 ** 50) return [low]; // the next number would be the same one
   for (let n = first; n * step <= high + step * 1e-9; n += 1) found.push(n * step + 0); // never -0
   return found;
+}
+
+/** A number on an axis of whole numbers, such as steps and layers. */
+export function wholeText(x: number): string {
+  return Math.abs(x) < 1e9 ? grouped(x) : shortNumber(x);
 }
 
 /** Powers of ten from low to high (both above 0), at most about `wanted` of them. */

@@ -5,12 +5,12 @@ export type Rgb = [number, number, number];
 const hex = (text: string): Rgb[] =>
   text.split(" ").map((one) => [0, 2, 4].map((at) => parseInt(one.slice(at, at + 2), 16)) as Rgb);
 
-// viridis and cividis of matplotlib (CC0); RdBu of ColorBrewer (Apache 2.0); berlin of Fabio Crameri (MIT).
+// viridis and cividis of matplotlib (CC0).
 const MAPS = {
   viridis: hex("440154 482475 414487 355f8d 2a788e 21918c 22a884 44bf70 7ad151 bddf26 fde725"),
   cividis: hex("00224e 123570 3b496c 575d6d 707173 8a8678 a59c74 c3b369 e1cc55 fee838"),
-  signed: hex("053061 2166ac 4393c3 92c5de d1e5f0 f7f7f7 fddbc7 f4a582 d6604d b2182b 67001f"),
-  signedDark: hex("9eb0ff 5aa3da 2d7597 1a4256 11191e 280d01 501802 8a3f2a c4756a ffacac"),
+  signed: hex("08306b 2171b5 8fc1e3 f4f4f2 f7b267 d9590b 7f2704"),
+  signedDark: hex("bfe1ff 4aa3f0 1f5c99 262c33 a8510f f28c28 ffd9a8"),
 };
 
 export type MapName = keyof typeof MAPS;

@@ -39,14 +39,16 @@ export function sample(values: ArrayLike<number>, most = 20_000): Float64Array {
  *
  * @param sorted values that are shown, ascending
  * @param range "robust": from the 0.5th to the 99.5th percentile of them; "full": from `full[0]` to `full[1]`
+ * @param fromZero whether the range begins at zero
  */
 export function scaleOf(
   sorted: ArrayLike<number>,
   kind: ScaleKind,
   range: "robust" | "full",
   full: [number, number] = [sorted[0] ?? 0, sorted[sorted.length - 1] ?? 0],
+  fromZero = false,
 ): Scale {
-  let [low, high] = range === "full" ? full : [quantile(sorted, 0.005), quantile(sorted, 0.995)];
+  let [low, high] = range === "full" ? full : [fromZero ? 0 : quantile(sorted, 0.005), quantile(sorted, 0.995)];
   if (!(Number.isFinite(low) && Number.isFinite(high))) [low, high] = [0, 1];
   const signed = low < 0 && high > 0;
   if (signed) {

@@ -13,7 +13,7 @@ interface Props {
   note?: ComponentChildren;
   /** Name of a saved file. */
   name: string;
-  python?: string;
+  python?: string | undefined;
   /** Further controls beside the title. */
   tools?: ComponentChildren;
   children: ComponentChildren;

@@ -20,6 +20,21 @@ export interface Values {
   single: boolean;
 }
 
+/** Joins pictures that show the same part: what moves one moves all. */
+export class Link {
+  private readonly pictures = new Set<(part: Part) => void>();
+
+  /** Calls `follow` with each part that another picture shows, until the answer is called. */
+  join(follow: (part: Part) => void): () => void {
+    this.pictures.add(follow);
+    return () => this.pictures.delete(follow);
+  }
+
+  tell(part: Part, teller: (part: Part) => void): void {
+    for (const follow of this.pictures) if (follow !== teller) follow(part);
+  }
+}
+
 export type How = "mean" | "min" | "max" | "absmax";
 
 /** A rectangle of elements that is outlined. */
@@ -52,6 +67,8 @@ interface Props {
   /** The part that is shown; by default all. */
   part?: Part;
   onPart(part: Part | undefined): void;
+  /** The pictures that show the same part. */
+  link?: Link;
   label: string;
   rowTitle: string;
   colTitle: string;
@@ -171,6 +188,7 @@ export function HeatMap(props: Props) {
     clearTimeout(timers.current.fetch);
     timers.current.fetch = window.setTimeout(fetchTiles, 70);
     if (!told) return;
+    now.current.link?.tell(view.current, follow);
     clearTimeout(timers.current.route);
     timers.current.route = window.setTimeout(() => {
       const all = whole(size);
@@ -180,6 +198,11 @@ export function HeatMap(props: Props) {
       now.current.onPart(isAll ? undefined : view.current);
     }, 250);
   };
+
+  const latest = useRef(show);
+  latest.current = show;
+  const follow = useMemo(() => (part: Part) => latest.current(part, false), []);
+  useEffect(() => props.link?.join(follow), [props.link]);
 
   useEffect(() => {
     tiles.current.set("root", { tile: props.first, values: root });

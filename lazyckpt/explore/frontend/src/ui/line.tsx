@@ -1,7 +1,7 @@
 // Line charts and sparklines.
 
 import { useRef, useState } from "preact/hooks";
-import { logTicks, shortNumber, ticks, tickText } from "./axis";
+import { logTicks, shortNumber, ticks, tickText, wholeText } from "./axis";
 import { shownName } from "./text";
 import { useWidth } from "./width";
 import "./line.css";
@@ -49,9 +49,10 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, height =
     }
   }
   if (!Number.isFinite(xLow)) return <p class="quiet">There are no numbers to draw.</p>;
-  const counted = series.every(({ x }) => Array.from(x).every(Number.isInteger)); // steps and layers have no halves
+  const whole = series.every(({ x }) => Array.from(x).every(Number.isInteger)); // steps, layers, places in an order
+  const xText = whole ? wholeText : shortNumber;
   const many = series.length === 1 ? "One line" : `${series.length} lines`;
-  const said = `${label}. ${many}, ${xLabel} ${shortNumber(xLow)} to ${shortNumber(xHigh)}, values ${shortNumber(yLow)} to ${shortNumber(yHigh)}.`;
+  const said = `${label}. ${many}, ${xLabel} ${xText(xLow)} to ${xText(xHigh)}, values ${shortNumber(yLow)} to ${shortNumber(yHigh)}.`;
   if (xLow === xHigh) [xLow, xHigh] = [xLow - 0.5, xHigh + 0.5];
   if (log) {
     yLow /= 1.15;
@@ -95,7 +96,7 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, height =
   };
   const yTicks = log ? logTicks(yLow, yHigh) : ticks(yLow, yHigh);
   const yTexts = tickText(yTicks);
-  const xTicks = ticks(xLow, xHigh, Math.max(3, Math.min(8, Math.floor(inner.w / 60)))).filter((x) => !counted || Math.abs(x - Math.round(x)) < 1e-9);
+  const xTicks = ticks(xLow, xHigh, Math.max(3, Math.min(8, Math.floor(inner.w / 60))), whole);
   const few = series.reduce((n, { x }) => n + x.length, 0) <= 400;
   return (
     <div class="chart" ref={box}>
@@ -119,7 +120,7 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, height =
         ))}
         {xTicks.map((x) => (
           <text key={x} class="axis" x={px(x)} y={height - SIDE.bottom + 16} text-anchor="middle">
-            {shortNumber(x)}
+            {xText(x)}
           </text>
         ))}
         <text class="axis" x={SIDE.left + inner.w / 2} y={height - 4} text-anchor="middle">
@@ -148,7 +149,7 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, height =
       {near && (
         <div class="tip" style={{ left: `${near.left + 10}px`, top: `${near.top + 10}px` }}>
           {shownName(near.series.name)}
-          {`\n${xLabel} ${shortNumber(near.series.x[near.index]!)}: ${shortNumber(near.series.y[near.index]!)}`}
+          {`\n${xLabel} ${xText(near.series.x[near.index]!)}: ${shortNumber(near.series.y[near.index]!)}`}
         </div>
       )}
       {legend && series.length > 1 && (

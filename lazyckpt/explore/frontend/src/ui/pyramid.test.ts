@@ -2,7 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { sample, scaleOf } from "./colourscale";
 import { cellText } from "./heatmap";
-import { around, partOf, partText, pythonIndex, rootTile, tilesFor, whole, within, zoomed } from "./pyramid";
+import { around, partOf, partText, rootTile, tilesFor, whole, within, zoomed } from "./pyramid";
 
 const size = { height: 5000, width: 3001 };
 const pixels = { height: 500, width: 800 };
@@ -29,17 +29,6 @@ test("a part stays in the picture, and becomes neither too large nor too small",
   assert.ok(near.r1 === 5000 && near.c0 === 0);
   assert.deepEqual(partOf(partText({ r0: 1.25, r1: 3, c0: 0, c1: 7.5 })), { r0: 1.25, r1: 3, c0: 0, c1: 7.5 });
   assert.equal(partOf("1,2,x"), undefined);
-});
-
-test("the line of Python reads what is seen", () => {
-  const plane = { ndim: 2, row: 0, col: 1, at: new Map<number, number>() };
-  assert.equal(pythonIndex(whole(size), plane, size), "[...]");
-  assert.equal(pythonIndex({ r0: 2.5, r1: 9.1, c0: 0, c1: 3001 }, plane, size), "[2:10]");
-  assert.equal(pythonIndex({ r0: 0, r1: 5000, c0: 7, c1: 8.5 }, plane, size), "[:, 7:9]");
-  const deep = { ndim: 4, row: 1, col: 3, at: new Map([[0, 5]]) };
-  assert.equal(pythonIndex({ r0: 0, r1: 4, c0: 0, c1: 9 }, deep, { height: 8, width: 9 }), "[5, :4]");
-  const pairs = { ndim: 2, row: 0, col: 1, at: new Map<number, number>(), packing: 2 };
-  assert.equal(pythonIndex({ r0: 0, r1: 5000, c0: 7, c1: 9 }, pairs, size), "[:, 3:5]"); // bytes of two numbers
 });
 
 test("scales map values to colours and back", () => {

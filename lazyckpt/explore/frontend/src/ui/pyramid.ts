@@ -115,36 +115,3 @@ export function partOf(text: string | undefined): Part | undefined {
   const [r0, r1, c0, c1] = (text ?? "").split(",").map(Number);
   return r1! > r0! && c1! > c0! ? { r0: r0!, r1: r1!, c0: c0!, c1: c1! } : undefined;
 }
-
-interface Drawn {
-  ndim: number;
-  row: number | null;
-  col: number | null;
-  at: Map<number, number>;
-  width?: number;
-  /** How many numbers an element of the last dimension has: 2 for pairs of 4-bit floats. */
-  packing?: number;
-}
-
-/** The index of Python that reads the whole elements of a part. */
-export function pythonIndex(part: Part, plane: Drawn, size: Size): string {
-  const last = plane.ndim - 1;
-  const packing = (dim: number | null) => (dim === last ? (plane.packing ?? 1) : 1);
-  const slice = (a: number, b: number, length: number, dim: number | null) => {
-    const [start, stop] = [Math.max(0, Math.floor(a)), Math.min(length, Math.ceil(b))];
-    return start === 0 && stop === length ? ":" : `${Math.floor(start / packing(dim)) || ""}:${Math.ceil(stop / packing(dim))}`;
-  };
-  const rows = slice(part.r0, part.r1, size.height, plane.row);
-  const cols = slice(part.c0, part.c1, size.width, plane.col);
-  if (plane.ndim === 0) return "[...]";
-  if (plane.ndim === 1) {
-    if (!plane.width) return cols === ":" ? "[...]" : `[${cols}]`;
-    const [a, b] = [Math.max(0, Math.floor(part.r0)) * plane.width, Math.min(size.height, Math.ceil(part.r1))];
-    return rows === ":" ? "[...]" : `[${a / packing(0) || ""}:${(b * plane.width) / packing(0)}]`;
-  }
-  const parts = Array.from({ length: plane.ndim }, (_, n) =>
-    n === plane.row ? rows : n === plane.col ? cols : plane.at.has(n) ? String(Math.floor(plane.at.get(n)! / packing(n))) : ":",
-  );
-  while (parts.length > 1 && parts[parts.length - 1] === ":") parts.pop();
-  return parts.length === 1 && parts[0] === ":" ? "[...]" : `[${parts.join(", ")}]`;
-}

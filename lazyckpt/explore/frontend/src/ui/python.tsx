@@ -1,8 +1,9 @@
 // A button that copies a text, and the Python line that gives what is on screen.
 
 import { useState } from "preact/hooks";
+import { useExplorer, useLoaded } from "../context";
+import type { Params } from "../transport";
 import { copyText } from "./save";
-import { UNSAFE } from "./text";
 import "./python.css";
 
 export function CopyButton({ text, label }: { text: string; label: string }) {
@@ -32,8 +33,20 @@ export function CopyButton({ text, label }: { text: string; label: string }) {
   );
 }
 
-/** The Python call that gives what is on screen. */
-export function Python({ code }: { code: string }) {
+/** The lines of Python for a page's pictures and tables, by their names; the server writes them (explore/lines.py). */
+export function useLines(params: Params): Record<string, string> {
+  const { api, route } = useExplorer();
+  const asked = { page: route.page, ...params };
+  const found = useLoaded(
+    (signal) => (api.holds("python", asked) ? api.json<{ lines: Record<string, string> }>("python", asked, signal) : Promise.resolve({ lines: {} })),
+    [JSON.stringify(asked)],
+  );
+  return found.value?.lines ?? {}; // those before, until the new ones are here: nothing jumps
+}
+
+/** The line of Python that gives what is on screen. */
+export function Python({ code }: { code: string | undefined }) {
+  if (code === undefined) return null;
   return (
     <p class="python">
       <span class="python-lang" aria-hidden="true">
@@ -45,10 +58,3 @@ export function Python({ code }: { code: string }) {
   );
 }
 
-/** A text as a Python literal of one line. */
-export function pyText(text: string): string {
-  return JSON.stringify(text).replace(UNSAFE, (c) => {
-    const point = c.codePointAt(0)!;
-    return point > 0xffff ? `\\U${point.toString(16).padStart(8, "0")}` : `\\u${point.toString(16).padStart(4, "0")}`;
-  });
-}
