@@ -173,7 +173,7 @@ def test_pictures_are_used_and_light() -> None:
     """tools/make_picture.py and tools/make_screenshots.py draw them."""
     pictures = {path.name: path for path in (DOCS / "pictures").iterdir()}
     text = "\n".join(path.read_text("utf-8") for path in LINKED)
-    assert set(re.findall(r"pictures/([\w-]+\.png)\)", text)) == set(pictures)
+    assert set(re.findall(r"pictures/([\w-]+\.png)[)\"]", text)) == set(pictures)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures.values())
     assert sum(path.stat().st_size for path in pictures.values()) < 1_500_000
 

@@ -2,22 +2,27 @@
 
     python tools/make_screenshots.py [NAME...]    # all, or some: demo, browse, explore, ...
 
-They show the demo's files, and small models that transformers writes. The tool needs lazyckpt's test
-extra, Chromium (``CHROMIUM`` names the program) and, for the explorer, its chromedriver.
+They show the demo's files, and small models that transformers writes. Those of the explorer are drawn twice, as light
+and as dark pages (``NAME-dark.png``). The tool needs lazyckpt's test extra, Chromium (``CHROMIUM`` names the
+program) and, for the explorer, its chromedriver; for ``explore-notebook`` also ``pip install jupyterlab``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +52,7 @@ READY = """document.querySelector('h2, [role=tree]') && [...document.querySelect
 # Takes a folder out of all paths that a page shows.
 SHORTEN = """const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
 while (walk.nextNode()) walk.currentNode.data = walk.currentNode.data.replaceAll(arguments[0], "");"""
+TOKEN = "0123456789abcdef"  # of JupyterLab, for this machine
 NAME = "model.layers.1.mlp.down_proj.weight"
 PAGE = "<!doctype html><meta charset=utf-8><style>body {{margin: {margin}; background: {back}}}</style>{body}"
 TERMINAL = (
@@ -197,6 +203,40 @@ def draw_explore_tensor(folder: Path, target: Path) -> None:
     shoot_explorer(folder, "zero3", f"tensor?name={NAME}", target, 1290)
 
 
+def draw_explore_values(folder: Path, target: Path) -> None:
+    """What the page of an embedding has below its heat map: bits, singular values, the nearest rows."""
+    write_experts(folder / "moe")
+
+    def nearest(driver: Any) -> None:
+        wait_for(driver, "document.querySelector('[aria-label=\"Nearest rows\"] form')")
+        driver.execute_script("document.querySelector('[aria-label=\"Nearest rows\"] form').requestSubmit()")
+        wait_for(driver, "document.querySelector('[aria-label=\"nearest rows\"] [role=cell]')")
+        wait_for(driver, "document.querySelector('[aria-label^=\"singular values\"]')")
+        driver.execute_script(
+            "document.querySelectorAll('.tensor-cards > *')[2].scrollIntoView();"
+            " document.querySelector('main').scrollBy(0, -14)"
+        )
+
+    shoot_explorer(folder, "moe", "tensor?name=model.embed_tokens.weight&view=97,129,0,64", target, 1000, nearest)
+
+
+def draw_explore_heads(folder: Path, target: Path) -> None:
+    """One attention head in the page of its tensor."""
+    write_experts(folder / "moe")
+    name = NAME.replace("mlp.down_proj", "self_attn.q_proj")
+
+    def head(driver: Any) -> None:
+        label = "[...document.querySelectorAll('.tensor-tools label')].find(one => /^attention/.test(one.textContent))"
+        wait_for(driver, label)
+        driver.execute_script(
+            f"const select = {label}.querySelector('select'); select.value = '1';"
+            " select.dispatchEvent(new Event('change', {bubbles: true}))"
+        )
+        wait_for(driver, "location.hash.includes('view=')")
+
+    shoot_explorer(folder, "moe", f"tensor?name={name}", target, 765, head)
+
+
 def draw_explore_beside(folder: Path, target: Path) -> None:
     """A weight and its moments side by side."""
     shoot_explorer(folder, "zero3", f"tensor?name={NAME}&beside=exp_avg,exp_avg_sq", target, 760)
@@ -209,7 +249,7 @@ def draw_explore_architecture(folder: Path, target: Path) -> None:
 
 def draw_explore_ranks(folder: Path, target: Path) -> None:
     """The page of the ranks."""
-    shoot_explorer(folder, "zero3", "ranks", target, 690)
+    shoot_explorer(folder, "zero3", "ranks", target, 590)
 
 
 def draw_explore_optimizer(folder: Path, target: Path) -> None:
@@ -235,15 +275,76 @@ def draw_explore_run(folder: Path, target: Path) -> None:
     shoot_explorer(folder, "run", "run?quantity=drift", target, 900)
 
 
+def draw_explore_report(folder: Path, target: Path) -> None:
+    """A report, which is one file, without a server."""
+    os.chdir(folder)
+    lazyckpt.open("zero3").report("report.html")
+    for driver, theme in drivers(1280, 620):
+        driver.get(f"{(folder / 'report.html').as_uri()}#/tensor?name={NAME}")
+        wait_for(driver, READY)
+        keep(driver, folder, target, theme)
+
+
+def draw_explore_notebook(folder: Path, target: Path) -> None:
+    """The widget in JupyterLab, with one of its pages."""
+    with jupyterlab(folder, 'lazyckpt.open("zero3").widget(height=520)') as address:
+        for driver, theme in drivers(1040, 740):
+            driver.get(f"{address}/lab/tree/picture.ipynb?token={TOKEN}&reset")
+            wait_for(driver, "document.querySelector('.jp-Notebook .jp-Cell')", 120)
+            wait_for(driver, "document.querySelector('.jp-Notebook-ExecutionIndicator[data-status=idle]')", 60)
+            for command, args in (
+                ("apputils:change-theme", {"theme": f"JupyterLab {theme.title()}"}),
+                ("application:toggle-left-area", {}),
+                ("notebook:run-all-cells", {}),
+            ):
+                driver.execute_script("window.jupyterapp.commands.execute(...arguments)", command, args)
+                time.sleep(1)
+            wait_for(driver, "document.querySelector('.jp-OutputArea [role=treeitem]')", 120)
+            driver.execute_script("document.querySelectorAll('[class*=Toastify]').forEach(one => one.remove())")
+            keep(driver, folder, target, theme)
+
+
+@contextmanager
+def jupyterlab(folder: Path, code: str) -> Iterator[str]:
+    """The address of a JupyterLab with a notebook of one cell."""
+    cell = {"cell_type": "code", "id": "one", "source": f"import lazyckpt\n\n{code}", "metadata": {}, "outputs": []}
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    book = {"cells": [cell | {"execution_count": None}], "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+    (folder / "picture.ipynb").write_text(json.dumps(book))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
+    command += [f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={folder}", "--expose-app-in-browser"]
+    own = {"JUPYTER_CONFIG_DIR": f"{folder}/config", "JUPYTER_DATA_DIR": f"{folder}/data"}
+    env = {**os.environ, **own, "PYTHONPATH": str(Path(lazyckpt.__file__).parents[1])}
+    with (folder / "lab.log").open("wb") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log)
+    try:
+        while process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()  # it asks whether to stop
+        process.wait()
+
+
 def write_experts(folder: Path) -> None:
-    """A small mixture-of-experts model of transformers, after a few steps of AdamW."""
+    """A small mixture-of-experts model of transformers, after a few steps of AdamW, with a vocabulary of bytes."""
     transformers: Any = import_module("transformers")
 
+    if folder.exists():
+        return
     experts = {"num_hidden_layers": 8, "num_local_experts": 16, "num_experts_per_tok": 2}
     torch.manual_seed(0)
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, **experts))
     train(model, 8)
-    model.save_pretrained(folder)
+    model.bfloat16().save_pretrained(folder)
+    words = {chr(n) if 32 < n < 127 else f"<0x{n:02X}>": n for n in range(SMALL["vocab_size"])}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": []}))
 
 
 def write_run(folder: Path) -> None:
@@ -280,37 +381,60 @@ def shoot_explorer(
     then: Callable[[Any], None] = lambda driver: None,
     other: str | None = None,
 ) -> None:
-    """A PNG of a page of the explorer, 1,280 pixels wide."""
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which(CHROMIUM) or CHROMIUM
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-color-profile=srgb"):
-        options.add_argument(flag)
+    """PNGs of a page of the explorer, 1,280 pixels wide, light and dark."""
     os.chdir(folder)  # the page shows the path
     with lazyckpt.serve(source, other) as server:
-        driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
-        try:
-            driver.set_window_size(1280, height)
+        for driver, theme in drivers(1280, height):
             driver.get(server.url)  # sets the cookie
             driver.get(f"{server.url.partition('?')[0]}#/{link}")
             then(driver)
             wait_for(driver, READY)
-            driver.execute_script(SHORTEN, f"{folder.resolve()}/")
-            inner = driver.execute_script("return innerHeight")
-            driver.set_window_size(1280, height + height - inner)
-            time.sleep(1)  # canvases are drawn in the next frames
-            driver.save_screenshot(str(target))
+            keep(driver, folder, target, theme)
+
+
+def drivers(width: int, height: int) -> Iterator[tuple[Any, str]]:
+    """A browser with a window of this many pixels that prefers light pages, and then one that prefers dark pages."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    for theme in ("light", "dark"):
+        options = webdriver.ChromeOptions()
+        options.binary_location = shutil.which(CHROMIUM) or CHROMIUM
+        for flag in (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--force-color-profile=srgb",
+        ):
+            options.add_argument(flag)
+        driver = webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
+        try:
+            media = [{"name": "prefers-color-scheme", "value": theme}]
+            driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
+            size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+            driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+            yield driver, theme
         finally:
             driver.quit()
 
 
-def wait_for(driver: Any, condition: str) -> None:
+def keep(driver: Any, folder: Path, target: Path, theme: str) -> None:
+    """Save what a browser shows, without the folder's path. The dark one has a name of its own."""
+    driver.execute_script(SHORTEN, f"{folder.resolve()}/")
+    time.sleep(1)  # canvases are drawn in the next frames
+    driver.save_screenshot(str(target if theme == "light" else dark(target)))
+
+
+def dark(target: Path) -> Path:
+    return target.with_name(f"{target.stem}-dark.png")
+
+
+def wait_for(driver: Any, condition: str, seconds: float = 30) -> None:
     """Wait until an expression of JavaScript is true."""
     from selenium.webdriver.support.ui import WebDriverWait
 
-    WebDriverWait(driver, 30).until(lambda one: one.execute_script(f"return {condition}"))
+    WebDriverWait(driver, seconds).until(lambda one: one.execute_script(f"return {condition}"))
 
 
 def save(figure: Any, target: Path) -> None:
@@ -318,27 +442,42 @@ def save(figure: Any, target: Path) -> None:
 
 
 def lighten(target: Path) -> None:
-    """Keep at most 256 colours of a PNG, which makes the file a third."""
+    """Keep at most 256 colours of a PNG, which makes the file a third; of the many of the explorer 96.
+
+    The most frequent colours, such as that of the paper, stay exactly as they are.
+    """
+    import numpy as np
     from PIL import Image
 
     picture = Image.open(target).convert("RGB")
-    picture.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(target, optimize=True)
+    count = 96 if target.name.startswith("explore") else 256
+    found = picture.quantize(count, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    colours, first, often = np.unique(np.asarray(picture).reshape(-1, 3), axis=0, return_index=True, return_counts=True)
+    entries = np.asarray(found).ravel()[first]
+    palette = np.asarray(found.getpalette(), "uint8").reshape(-1, 3).copy()
+    for n in often.argsort()[-16:]:  # the most frequent one last
+        palette[entries[n]] = colours[n]
+    found.putpalette(palette.ravel().tolist())
+    found.save(target, optimize=True)
 
 
 def main() -> int:
-    import matplotlib
-
-    matplotlib.use("Agg")
+    os.environ["MPLBACKEND"] = "Agg"
     drawings = {
         name[5:].replace("explore_", "explore-"): draw for name, draw in globals().items() if name.startswith("draw_")
     }
     with tempfile.TemporaryDirectory() as folder:
         demo.write(Path(folder))
         for name in sys.argv[1:] or drawings:
+            if name == "explore-notebook" and find_spec("jupyterlab") is None:
+                print("explore-notebook stays as it is: it needs jupyterlab", file=sys.stderr)
+                continue
             target = FOLDER / f"{name}.png"
             drawings[name](Path(folder), target)
-            lighten(target)
-            print(f"{target}: {target.stat().st_size:,} bytes")
+            for one in (target, dark(target)):
+                if one.exists():
+                    lighten(one)
+                    print(f"{one}: {one.stat().st_size:,} bytes")
     return 0
 
 

@@ -15,7 +15,7 @@ import { ReportNote } from "./parts/reportnote";
 import { Dialog } from "./ui/dialog";
 import { holdsStep, showStep, StepSwitch } from "./parts/steps";
 import { Failure } from "./ui/failure";
-import { bytes, count, grouped, shownName } from "./ui/text";
+import { bytes, count, grouped, shownName, shownPlace } from "./ui/text";
 
 const SHARED = ["state", "step", "with", "side", "name"]; // parameters that go along to another page
 const STEPS: Record<string, -1 | 1> = { ",": -1, ".": 1 }; // keys that go to another step of a run
@@ -146,7 +146,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
       <div class="frame" ref={frame}>
         <header class="top">
           <div class="top-line">
-            <h1 title={shownName(title)}>{shownName(sides.length > 1 ? tails(sides.map(({ place }) => place)).join(" and ") : title)}</h1>
+            <h1 title={shownName(title, 2000)}>{sides.length > 1 ? shownName(tails(sides.map(({ place }) => place)).join(" and ")) : shownPlace(title)}</h1>
             <p class="top-facts">
               {kind === "checkpoint" ? side.format : kind} · {count(side.numel)} parameters · {bytes(side.nbytes)} ·{" "}
               {grouped(side.tensors)} {side.tensors === 1 ? "tensor" : "tensors"} in {grouped(side.files)}{" "}

@@ -3,7 +3,8 @@
 import type { CSSProperties } from "preact";
 import { useRef } from "preact/hooks";
 import { shortNumber } from "../ui/axis";
-import { grouped, shownName } from "../ui/text";
+import { Ending } from "../ui/ending";
+import { grouped } from "../ui/text";
 import { VirtualList } from "../ui/virtual";
 import { cosineText, linesOf, type Difference, type Fold, type Line } from "./fold";
 
@@ -61,12 +62,12 @@ export function DifferenceTree({ kinds, folds, open, onOpen, active, onName, col
         onClick={() => act(line)}
         onKeyDown={(event) => onKey(event, index)}
       >
-        <span class={`compare-name mono${below ? " below" : ""}`} title={shownName(text)}>
+        <span class={`compare-name mono${below ? " below" : ""}`}>
           <span class="compare-fold" aria-hidden="true">
             {below || line.single ? "" : line.open ? "▾" : "▸"}
           </span>
           <span class="compare-swatch" style={{ background: relative ? colour(relative) : undefined }} aria-hidden="true" />
-          {shownName(text)}
+          <Ending text={text} />
         </span>
         <span class="number">{relativeText(row ?? fold!.worst)}</span>
         <span class="number">{cosineText(fold ? fold.cosine : row!.cosine)}</span>

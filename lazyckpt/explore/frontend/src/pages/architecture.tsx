@@ -3,6 +3,7 @@
 import { useMemo, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { Memory } from "../parts/memory";
+import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Python, useLines } from "../ui/python";
@@ -159,7 +160,7 @@ function branchesOf(found: Architecture, by: string, unit: string): Branch[] {
 
 function kindColumns(part: Part): Column<Kind>[] {
   return [
-    { key: "kind", title: "kind", value: (kind) => kind.kind, cell: (kind) => <span class="mono">{shownName(kind.kind)}</span>, width: "minmax(260px,2fr)" },
+    { key: "kind", title: "kind", value: (kind) => kind.kind, cell: (kind) => <Ending text={kind.kind} />, width: "minmax(260px,2fr)" },
     { key: "role", title: "for", value: (kind) => kind.role, cell: (kind) => <span class={`role role-${kind.role}`}>{kind.role}</span>, width: "100px" },
     { key: "layers", title: "layers", number: true, value: (kind) => kind.layers.length || null, width: "70px" },
     { key: "tensors", title: "tensors", number: true, value: (kind) => kind.tensors, width: "80px" },

@@ -8,6 +8,7 @@ import { DifferenceTree, kindText, relativeText } from "../compare/tree";
 import { useExplorer, useLoaded } from "../context";
 import { ComparedSteps } from "../parts/steps";
 import { shortNumber } from "../ui/axis";
+import { Ending } from "../ui/ending";
 import { colourTable, css } from "../ui/colours";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
@@ -248,7 +249,6 @@ function Curves({ found, cells, measure, python, choose }: Part & { python: stri
         xLabel="layer"
         yLabel={MEASURES[measure]}
         log
-        width={1100}
         height={300}
         onPoint={(one, index) => {
           const { kind, x } = one as (typeof series)[number];
@@ -260,7 +260,7 @@ function Curves({ found, cells, measure, python, choose }: Part & { python: stri
 }
 
 const COLUMNS: Column<Difference>[] = [
-  { key: "name", title: "tensor", value: (row) => row.name, cell: (row) => <span class="mono">{shownName(row.name)}</span>, width: "minmax(260px,2fr)" },
+  { key: "name", title: "tensor", value: (row) => row.name, cell: (row) => <Ending text={row.name} />, width: "minmax(260px,2fr)" },
   { key: "layer", title: "layer", number: true, value: (row) => row.layer, width: "70px" },
   {
     key: "relative", title: "relative", number: true, hint: "the norm of the difference divided by the norm in A",
@@ -275,7 +275,7 @@ const COLUMNS: Column<Difference>[] = [
 ];
 
 const CHANGED: Column<Compared["changed"][number]>[] = [
-  { key: "name", title: "name", value: ([name]) => name, cell: ([name]) => <span class="mono">{shownName(name)}</span>, width: "minmax(260px,2fr)" },
+  { key: "name", title: "name", value: ([name]) => name, cell: ([name]) => <Ending text={name} />, width: "minmax(260px,2fr)" },
   { key: "what", title: "what", value: ([, status]) => status, width: "110px" },
   { key: "a", title: "in A", value: ([, , a]) => a, cell: ([, , a]) => <span class="mono">{shownName(a ?? "–")}</span> },
   { key: "b", title: "in B", value: ([, , , b]) => b, cell: ([, , , b]) => <span class="mono">{shownName(b ?? "–")}</span> },

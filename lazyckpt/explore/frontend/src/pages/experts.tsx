@@ -177,6 +177,7 @@ function Norms() {
     <>
       <Figure title="Norms of the experts" note="L2 norm of all tensors of an expert; a click compares the experts of a layer" name="norms of experts" python={lines["experts"]}>
         <Grid
+          numbers={(norm) => norm.toPrecision(3)}
           rows={value.layers.map((one) => shownName(one))}
           columns={value.experts.map(String)}
           values={norms}
@@ -217,6 +218,7 @@ function LikenessOf({ layer, python }: { layer: string; python: string | undefin
   return (
     <Figure title={`How alike the experts of layer ${shownName(value.layer)} are`} note={`cosine of the angle between two experts; ${how}`} name={`likeness of experts in layer ${value.layer}`} python={python}>
       <Grid
+        numbers={(cosine) => cosine.toFixed(3)}
         rows={value.experts.map(String)}
         columns={value.experts.map(String)}
         values={values}

@@ -3,10 +3,11 @@
 import { useExplorer, useLoaded } from "../context";
 import { Ask } from "../parts/ask";
 import { LayerGrid, numeric, text, type Layers } from "../parts/layergrid";
+import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
 import { DataTable, type Column } from "../ui/table";
 import { Python, useLines } from "../ui/python";
-import { grouped, shownName } from "../ui/text";
+import { grouped } from "../ui/text";
 
 interface StateLayers extends Layers {
   zeros: [string, number, number][];
@@ -121,7 +122,7 @@ function State({ state, quantity }: { state: string; quantity: string }) {
 }
 
 const ZEROS: Column<[string, number, number]>[] = [
-  { key: "name", title: "tensor", value: ([name]) => name, cell: ([name]) => <span class="mono">{shownName(name)}</span>, width: "minmax(260px,2fr)" },
+  { key: "name", title: "tensor", value: ([name]) => name, cell: ([name]) => <Ending text={name} />, width: "minmax(260px,2fr)" },
   { key: "count", title: "elements", number: true, value: ([, count]) => count, width: "130px" },
   { key: "zeros", title: "zeros", number: true, value: ([, , zeros]) => zeros, width: "130px" },
   { key: "share", title: "share", number: true, value: ([, count, zeros]) => zeros / count, cell: ([, count, zeros]) => `${((100 * zeros) / count).toFixed(zeros === count ? 0 : 2)} %`, width: "90px" },
@@ -151,7 +152,7 @@ function LastStep({ state }: { state: string }) {
 }
 
 const STEPS: Column<Row>[] = [
-  { key: "name", title: "parameter", value: ([name]) => name, cell: ([name]) => <span class="mono">{shownName(name)}</span>, width: "minmax(260px,2fr)" },
+  { key: "name", title: "parameter", value: ([name]) => name, cell: ([name]) => <Ending text={name} />, width: "minmax(260px,2fr)" },
   { key: "optimizer", title: "optimizer", value: ([, optimizer]) => optimizer, width: "90px" },
   { key: "lr", title: "learning rate", number: true, value: ([, , lr]) => lr, width: "120px" },
   { key: "ratio", title: "update / weight", number: true, value: (row) => numeric(row[3] as number), cell: (row) => text(numeric(row[3] as number)), width: "130px" },

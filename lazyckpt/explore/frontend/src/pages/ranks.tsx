@@ -4,6 +4,7 @@ import { useMemo } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { natural } from "../tree/nodes";
 import { colourTable, css } from "../ui/colours";
+import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
@@ -231,8 +232,8 @@ export function gridOf(found: Ranks, of: string): GridOf {
   const columns = AXES.filter((axis) => across.includes(axis));
   const rows = used.filter((axis) => !across.includes(axis));
   const index = (axes: Axis[], rank: Record<Axis, number>) => axes.reduce((n, axis) => n * size(axis) + rank[axis], 0);
-  const labels = (axes: Axis[]): string[] =>
-    axes.reduce<string[]>((list, axis) => list.flatMap((text) => Array.from({ length: size(axis) }, (_, n) => (text ? `${text}.${n}` : String(n)))), [""]).map((text) => text || "0");
+  const labels = (axes: Axis[]): string[] => // "" without axes: there is nothing to number
+    axes.reduce<string[]>((list, axis) => list.flatMap((text) => Array.from({ length: size(axis) }, (_, n) => (text ? `${text}.${n}` : String(n)))), [""]);
   const names = { rows: labels(rows), columns: labels(columns) };
   const cells: (Rank | undefined)[] = new Array<Rank | undefined>(names.rows.length * names.columns.length).fill(undefined);
   for (const rank of known) cells[index(rows, rank.rank!) * names.columns.length + index(columns, rank.rank!)] = rank;
@@ -287,10 +288,10 @@ function markOf(rank: Rank | undefined, files: File[]): string {
 }
 
 const FILES: Column<File>[] = [
-  { key: "path", title: "file", value: (file) => file.path, cell: (file) => <span class="mono">{shownName(file.path)}</span>, width: "minmax(280px,4fr)" },
-  { key: "size", title: "size of the file", number: true, value: (file) => file.size, cell: (file) => (file.size === null ? "missing" : bytes(file.size)), width: "120px" },
-  { key: "bytes", title: "of the tensors", number: true, value: (file) => file.nbytes, cell: (file) => bytes(file.nbytes), width: "120px" },
-  { key: "tensors", title: "tensors", number: true, value: (file) => file.tensors, width: "90px" },
+  { key: "path", title: "file", value: (file) => file.path, cell: (file) => <Ending text={file.path} />, width: "minmax(240px,4fr)" },
+  { key: "size", title: "size of the file", number: true, value: (file) => file.size, cell: (file) => (file.size === null ? "missing" : bytes(file.size)), width: "108px" },
+  { key: "bytes", title: "of the tensors", number: true, value: (file) => file.nbytes, cell: (file) => bytes(file.nbytes), width: "100px" },
+  { key: "tensors", title: "tensors", number: true, value: (file) => file.tensors, width: "72px" },
   {
     key: "problems", title: "problems", width: "minmax(90px,1fr)",
     value: (file) => [file.missing ? "missing" : "", ...file.problems.map(({ code }) => code)].filter(Boolean).join(", "),
@@ -300,7 +301,7 @@ const FILES: Column<File>[] = [
 
 const LOST: Column<[string, string, number]>[] = [
   { key: "state", title: "state", value: ([state]) => state, width: "120px" },
-  { key: "name", title: "tensor", value: ([, name]) => name, cell: ([, name]) => <span class="mono">{shownName(name)}</span>, width: "minmax(240px,2fr)" },
+  { key: "name", title: "tensor", value: ([, name]) => name, cell: ([, name]) => <Ending text={name} />, width: "minmax(240px,2fr)" },
   { key: "lost", title: "lost elements", number: true, value: ([, , lost]) => lost, width: "140px" },
 ];
 
@@ -309,5 +310,5 @@ const PIECES: Column<Piece>[] = [
   { key: "bytes", title: "bytes", number: true, value: ([, , , nbytes]) => nbytes, width: "120px" },
   { key: "elements", title: "elements", number: true, value: ([, , numel]) => numel, width: "120px" },
   { key: "state", title: "state", value: ([state]) => state, width: "110px" },
-  { key: "name", title: "tensor", value: ([, name]) => name, cell: ([, name]) => <span class="mono">{shownName(name)}</span>, width: "minmax(240px,2fr)" },
+  { key: "name", title: "tensor", value: ([, name]) => name, cell: ([, name]) => <Ending text={name} />, width: "minmax(240px,2fr)" },
 ];

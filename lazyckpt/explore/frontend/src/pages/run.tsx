@@ -134,7 +134,7 @@ function Layers({ kinds }: { kinds: Kind[] }) {
   const shade = useShade();
   const most = kinds.reduce((n, { layers }) => Math.max(n, layers), 0);
   if (most < 2) return null;
-  return <Legend low={0} high={most - 1} colour={shade} format={String} title="layers, first to last" />;
+  return <Legend low={0} high={most - 1} colour={shade} format={(n) => (Number.isInteger(n) ? String(n) : "")} title="layers, first to last" />;
 }
 
 /** The colour of a layer by its place among all: not too bright on white paper, nor too dark on black. */
@@ -214,7 +214,6 @@ function Panel(props: PartProps) {
           xLabel="step"
           yLabel=""
           log={LOG.has(quantity)}
-          width={380}
           height={190}
           mark={step}
           colours={series.map((_, n) => shade(series.length > 1 ? n / (series.length - 1) : 0.5))}
@@ -285,7 +284,6 @@ function One(props: PartProps & { lines: Record<string, string> }) {
             xLabel="step"
             yLabel={label}
             log={LOG.has(quantity)}
-            width={1100}
             height={320}
             mark={step}
             colours={colours}

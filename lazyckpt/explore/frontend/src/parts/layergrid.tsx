@@ -1,6 +1,7 @@
 // Quantities by kind of parameter and layer, as a grid whose rows have a scale each or one for all.
 
 import { useMemo, useState } from "preact/hooks";
+import { Ending } from "../ui/ending";
 import { colourTable, css } from "../ui/colours";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
@@ -86,7 +87,7 @@ export function LayerGrid({ found, quantity, title, python, table, note }: { fou
 const SHARES = new Set(["zeros", "nan", "inf"]);
 
 const COLUMNS: Column<Row>[] = [
-  { key: "kind", title: "kind", value: ({ kind }) => kind, cell: ({ kind }) => <span class="mono">{shownName(kind)}</span>, width: "minmax(240px,2fr)" },
+  { key: "kind", title: "kind", value: ({ kind }) => kind, cell: ({ kind }) => <Ending text={kind} />, width: "minmax(240px,2fr)" },
   { key: "layer", title: "layer", number: true, value: ({ layer }) => layer, width: "80px" },
   { key: "value", title: "value", number: true, value: ({ value }) => value, cell: ({ value }) => text(value), width: "130px" },
   { key: "mark", title: "", value: ({ mark }) => mark, width: "50px" },

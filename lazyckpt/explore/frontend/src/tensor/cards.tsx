@@ -5,6 +5,7 @@ import { useEffect, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import type { Plane } from "../pages/tensor";
 import { shortNumber } from "../ui/axis";
+import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import type { Mark } from "../ui/heatmap";
@@ -64,7 +65,7 @@ export function Cards(props: Props) {
     <div class="tensor-cards">
       {!empty && <HistogramCard {...props} />}
       {!empty && api.holds("tensor/outliers", { ...common, count: OUTLIERS }) && <OutlierCard {...props} />}
-      {!empty && facts.bits && api.holds("tensor/bits", common) && <BitsCard {...props} />}
+      {!empty && facts.bits && api.holds("tensor/bits", common) && <div class="tensor-tall"><BitsCard {...props} /></div>}
       {!empty && facts.spectrum && api.holds("tensor/spectrum", spectrumOf(props)) && <SpectrumCard {...props} />}
       {!empty && live && EMBEDDING.test(facts.name) && facts.shape.length === 2 && <NeighbourCard {...props} />}
       {!empty && api.holds("tensor/values", windowOf(props).params) && <ValuesCard {...props} />}
@@ -305,7 +306,7 @@ function SpectrumCard({ facts, plane, common, lines }: Props) {
         >
           {({ values, accuracy }) => (
             <>
-              <LineChart series={[{ name: "singular values", x: values.map((_, n) => n + 1), y: values }]} label={`singular values of ${shownName(facts.name)}`} xLabel="number" yLabel="singular value" log={values[values.length - 1]! > 0} width={520} height={240} />
+              <LineChart series={[{ name: "singular values", x: values.map((_, n) => n + 1), y: values }]} label={`singular values of ${shownName(facts.name)}`} xLabel="number" yLabel="singular value" log={values[values.length - 1]! > 0} height={240} />
               <p class="quiet">Values below {shortNumber(accuracy)} are noise.</p>
             </>
           )}
@@ -413,7 +414,7 @@ function ValuesCard(props: Props) {
           columns={[
             { key: "row", title: "", value: ({ row }) => row, number: true, width: "80px" },
             ...Array.from({ length: window.c1 - window.c0 }, (_, n) => ({
-              key: `c${n}`, title: grouped(c0 + n), value: ({ texts }: { texts: string[]; row: number }) => texts[n] ?? "", number: true, width: "minmax(84px,1fr)",
+              key: `c${n}`, title: grouped(c0 + n), value: ({ texts }: { texts: string[]; row: number }) => texts[n] ?? "", number: true, width: "minmax(108px,1fr)",
             })),
           ]}
         />
@@ -442,7 +443,7 @@ function WhereCard({ facts }: Props) {
           note={facts.ranges_in_all > facts.ranges.length ? `the first of ${grouped(facts.ranges_in_all)} ranges` : `${grouped(facts.ranges.length)} ranges of files`}
           columns={[
             { key: "rank", title: "rank", value: ({ rank }) => rank, width: "minmax(110px,1fr)" },
-            { key: "path", title: "file", value: ({ path }) => path, width: "minmax(180px,2fr)" },
+            { key: "path", title: "file", value: ({ path }) => path, cell: ({ path }) => <Ending text={path} />, width: "minmax(180px,2fr)" },
             { key: "offset", title: "offset", value: ({ offset }) => offset, number: true },
             { key: "nbytes", title: "bytes", value: ({ nbytes }) => nbytes, number: true },
             { key: "bar", title: "in the file", value: ({ offset }) => offset, width: "minmax(120px,1fr)",

@@ -116,7 +116,6 @@ function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props)
           label={`norm of ${shownName(row.label)} by layer`}
           xLabel="layer"
           yLabel="L2 norm"
-          width={360}
           height={170}
           onPoint={(_, at) => go({ name: state.names.name(places[at * (places.length / row.series)]!) }, undefined, true)}
         />
@@ -235,7 +234,6 @@ function GroupCard({ state, tree, row, sums, normSums, params }: Props) {
           label="norm by layer"
           xLabel="layer"
           yLabel="L2 norm"
-          width={360}
           height={170}
         />
       )}

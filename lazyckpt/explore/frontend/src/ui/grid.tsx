@@ -1,7 +1,8 @@
 // A grid of coloured cells with labels, a tooltip and a legend.
 
-import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useMemo, useRef, useState } from "preact/hooks";
 import { logTicks, shortNumber, ticks } from "./axis";
+import { useWidth } from "./width";
 import "./grid.css";
 
 interface Props {
@@ -30,8 +31,8 @@ interface Props {
   legend: string;
   /** What numbers of the legend are round in: 1024 for bytes. */
   unit?: number;
-  /** Whether the cells have their numbers on them, where these fit. */
-  numbers?: boolean;
+  /** Whether the cells have their numbers on them, where these fit, or how they are written there. */
+  numbers?: boolean | ((value: number) => string);
 }
 
 const LABELS = 11; // height of labels, in pixels
@@ -43,15 +44,7 @@ export function Grid(props: Props) {
   const [at, setAt] = useState<[number, number] | null>(null);
   const [keys, setKeys] = useState(false);
   const [low, high] = props.range ?? rangeOf(values, log);
-  const outer = useRef<HTMLDivElement>(null);
-  const [width, setWidth] = useState(960);
-  useLayoutEffect(() => {
-    const measure = () => setWidth(Math.max(300, Math.min(1400, outer.current!.clientWidth || 960)));
-    const observer = new ResizeObserver(measure);
-    observer.observe(outer.current!);
-    measure();
-    return () => observer.disconnect();
-  }, []);
+  const [outer, width] = useWidth<HTMLDivElement>();
   const side = { left: Math.min(220, 12 + 6.4 * Math.max(...rows.map((r) => r.length), 1)) + (rowTitle ? 18 : 0), top: 8, bottom: columnTitle ? 36 : 22 };
   const cell = { w: Math.max(3, Math.min(numbers ? 64 : 44, (width - side.left - 8) / columns.length)), h: Math.max(5, Math.min(26, 640 / rows.length)) };
   if (cell.w > 4) cell.w = Math.floor(cell.w); // else seams show between cells
@@ -89,7 +82,7 @@ export function Grid(props: Props) {
   const scale = svg.current ? svg.current.getBoundingClientRect().width / box.w : 1;
   // cells that are nearly alike have one quiet colour; numbers stand in the cells if they are asked for and fit
   const quiet = alike(values);
-  const texts = numbers || quiet ? Array.from(values, (value) => (shown(value) ? format(value) : "")) : [];
+  const texts = numbers || quiet ? Array.from(values, (value) => (shown(value) ? (typeof numbers === "function" ? numbers(value) : format(value)) : "")) : [];
   const longest = texts.reduce((n, text) => Math.max(n, text.length), 0);
   const written = longest > 0 && cell.w > 6.2 * longest + 4 && cell.h > LABELS + 2;
   // going over the cells draws none of them anew
@@ -111,7 +104,7 @@ export function Grid(props: Props) {
         );
         if (written && shown(value) && !mark?.(r, c)) {
           cells.push(
-            <text key={`n${r * columns.length + c}`} class="grid-number" style={quiet ? undefined : { fill: share(value) > BRIGHT ? "#111" : "#fff" }} x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
+            <text key={`n${r * columns.length + c}`} class="grid-number" style={quiet ? undefined : { fill: inkOn(colour(share(value))) }} x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
               {texts[r * columns.length + c]}
             </text>,
           );
@@ -230,7 +223,12 @@ export function Legend({ low, high, log = false, colour, format = shortNumber, t
 }
 
 const NEAR = 0.01;
-const BRIGHT = 0.55; // from this share on, the colours are bright
+
+/** Black or white, whichever is read better on a colour of a table. */
+function inkOn(colour: string): string {
+  const [r = 0, g = 0, b = 0] = (colour.match(/[\d.]+/g) ?? []).map(Number);
+  return 0.299 * r + 0.587 * g + 0.114 * b > 130 ? "#111" : "#fff";
+}
 
 /** The smallest and the largest value, if they are so near each other that colours would say nothing. */
 function alike(values: ArrayLike<number>): [number, number] | null {

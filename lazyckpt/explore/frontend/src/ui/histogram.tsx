@@ -3,6 +3,7 @@
 import { useMemo, useRef, useState } from "preact/hooks";
 import { logTicks, shortNumber, ticks } from "./axis";
 import { grouped } from "./text";
+import { useWidth } from "./width";
 import "./histogram.css";
 
 interface Props {
@@ -18,15 +19,15 @@ interface Props {
   even?: boolean;
   /** The text below a bin, instead of numbers along the axis. */
   names?: string[];
-  width?: number;
   height?: number;
 }
 
 const SIDE = { left: 62, right: 12, top: 10, bottom: 38 };
 
-export function Histogram({ edges, counts, label, xLabel, yLabel, log = false, even = false, names, width = 520, height = 240 }: Props) {
+export function Histogram({ edges, counts, label, xLabel, yLabel, log = false, even = false, names, height = 240 }: Props) {
   const svg = useRef<SVGSVGElement>(null);
   const [near, setNear] = useState(-1);
+  const [box, width] = useWidth<HTMLDivElement>();
   const inner = { w: width - SIDE.left - SIDE.right, h: height - SIDE.top - SIDE.bottom };
   const last = counts.length;
   const most = useMemo(() => Array.from(counts).reduce((a, b) => Math.max(a, b), 0), [counts]);
@@ -47,8 +48,8 @@ export function Histogram({ edges, counts, label, xLabel, yLabel, log = false, e
     return parts.join("");
   }, [counts, edges, log, even, width, height]);
   const seek = (event: MouseEvent) => {
-    const box = svg.current!.getBoundingClientRect();
-    const x = ((event.clientX - box.left) / box.width) * width;
+    const area = svg.current!.getBoundingClientRect();
+    const x = ((event.clientX - area.left) / area.width) * width;
     let found = -1;
     for (let n = 0; n < last; n += 1) if (x >= edge(n) && x < edge(n + 1)) found = n;
     setNear(found);
@@ -57,7 +58,7 @@ export function Histogram({ edges, counts, label, xLabel, yLabel, log = false, e
   const name = (n: number) => names?.[n] ?? `${shortNumber(edges[n]!)} to ${shortNumber(edges[n + 1]!)}`;
   const tickText = (x: number) => (even ? (names ? names[x] : shortNumber(edges[x]!)) : shortNumber(x));
   return (
-    <div class="chart">
+    <div class="chart" ref={box}>
       <svg
         ref={svg}
         class="picture"

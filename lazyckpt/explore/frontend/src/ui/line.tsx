@@ -3,6 +3,7 @@
 import { useRef, useState } from "preact/hooks";
 import { logTicks, shortNumber, ticks, tickText, wholeText } from "./axis";
 import { shownName } from "./text";
+import { useWidth } from "./width";
 import "./line.css";
 
 export interface Series {
@@ -19,7 +20,6 @@ interface Props {
   xLabel: string;
   yLabel: string;
   log?: boolean;
-  width?: number;
   height?: number;
   /** A vertical line, such as the chosen step. */
   mark?: number;
@@ -33,9 +33,10 @@ interface Props {
 const SIDE = { left: 64, right: 14, top: 10, bottom: 38 };
 export const LINE_COLOURS = 8; // classes line-0 to line-7; more series repeat them with dashes
 
-export function LineChart({ series, label, xLabel, yLabel, log = false, width = 760, height = 280, mark, onPoint, colours, legend = true }: Props) {
+export function LineChart({ series, label, xLabel, yLabel, log = false, height = 280, mark, onPoint, colours, legend = true }: Props) {
   const [near, setNear] = useState<{ series: Series; index: number; left: number; top: number } | null>(null);
   const svg = useRef<SVGSVGElement>(null);
+  const [box, width] = useWidth<HTMLDivElement>();
   const good = (y: number) => Number.isFinite(y) && (!log || y > 0);
   let xLow = Infinity, xHigh = -Infinity, yLow = Infinity, yHigh = -Infinity;
   for (const { x, y } of series) {
@@ -79,9 +80,9 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
     return text;
   };
   const seek = (event: MouseEvent) => {
-    const box = svg.current!.getBoundingClientRect();
-    const scale = width / box.width;
-    const at = { x: (event.clientX - box.left) * scale, y: (event.clientY - box.top) * scale };
+    const area = svg.current!.getBoundingClientRect();
+    const scale = width / area.width;
+    const at = { x: (event.clientX - area.left) * scale, y: (event.clientY - area.top) * scale };
     let best = 900, found: typeof near = null;
     for (const one of series) {
       for (let n = 0; n < one.x.length; n += 1) {
@@ -95,9 +96,10 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
   };
   const yTicks = log ? logTicks(yLow, yHigh) : ticks(yLow, yHigh);
   const yTexts = tickText(yTicks);
+  const xTicks = ticks(xLow, xHigh, Math.max(3, Math.min(8, Math.floor(inner.w / 60))), whole);
   const few = series.reduce((n, { x }) => n + x.length, 0) <= 400;
   return (
-    <div class="chart">
+    <div class="chart" ref={box}>
       <svg
         ref={svg}
         class={`picture${onPoint ? " chart-click" : ""}`}
@@ -116,7 +118,7 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, width = 
             </text>
           </g>
         ))}
-        {ticks(xLow, xHigh, 8, whole).map((x) => (
+        {xTicks.map((x) => (
           <text key={x} class="axis" x={px(x)} y={height - SIDE.bottom + 16} text-anchor="middle">
             {xText(x)}
           </text>

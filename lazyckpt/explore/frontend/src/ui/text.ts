@@ -41,6 +41,16 @@ export function shownName(name: string, longest = LONGEST): string {
   return safe.length <= longest ? safe : `${safe.slice(0, longest / 2)}…${safe.slice(-longest / 2)}`;
 }
 
+/** A path or an address: of a long one, as many of its last parts as there is room for. */
+export function shownPlace(place: string, longest = 56): string {
+  const safe = shownName(place, 4000);
+  if (safe.length <= longest) return safe;
+  const parts = safe.split("/");
+  let short = parts.pop()!;
+  while (parts.length && short.length + parts[parts.length - 1]!.length + 3 <= longest) short = `${parts.pop()!}/${short}`;
+  return `…/${shownName(short, longest)}`;
+}
+
 let ids = 0;
 
 /** An id that no other element of the page has, whatever a notebook shows besides. */

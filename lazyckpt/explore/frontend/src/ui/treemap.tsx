@@ -1,6 +1,7 @@
 // A treemap of two levels: groups, and what they consist of. A table beside it says the same to screen readers.
 
 import { useState } from "preact/hooks";
+import { useWidth } from "./width";
 import { squarified, type Rect } from "./squares";
 import { shownName } from "./text";
 import "./treemap.css";
@@ -26,7 +27,6 @@ export interface Branch {
 interface Props {
   branches: Branch[];
   label: string;
-  width?: number;
   height?: number;
   onLeaf?(key: string): void;
   active?: string;
@@ -35,13 +35,14 @@ interface Props {
 const HEAD = 18;
 const LETTER = 7; // width of a letter of the labels, in pixels
 
-export function Treemap({ branches, label, width = 960, height = 380, onLeaf, active }: Props) {
+export function Treemap({ branches, label, height = 380, onLeaf, active }: Props) {
+  const [box_, width] = useWidth<HTMLDivElement>();
   const [tip, setTip] = useState<{ text: string; left: number; top: number } | null>(null);
   const sum = (branch: Branch) => branch.leaves.reduce((n, leaf) => n + leaf.value, 0);
   const sorted = branches.filter((branch) => sum(branch) > 0).sort((a, b) => sum(b) - sum(a));
   const outer = squarified(sorted.map(sum), { x: 0, y: 0, w: width, h: height });
   return (
-    <div class="treemap" onMouseLeave={() => setTip(null)}>
+    <div class="treemap" ref={box_} onMouseLeave={() => setTip(null)}>
       <svg class="picture" viewBox={`0 0 ${width} ${height}`} role="img" aria-label={label}>
         {sorted.map((branch, n) => {
           const box = shrunk(outer[n]!, 1.5);

@@ -3,7 +3,7 @@ import { test } from "node:test";
 import { logTicks, shortNumber, ticks, tickText } from "./axis";
 import { toCsv } from "./save";
 import { squarified } from "./squares";
-import { bytes, count } from "./text";
+import { bytes, count, shownPlace } from "./text";
 
 test("a treemap's areas are the values' and fill the room", () => {
   const values = [50, 20, 10, 10, 5, 3, 1, 1];
@@ -35,4 +35,11 @@ test("ticks that are close have the digits that tell them apart", () => {
 test("sizes and counts change their unit where they are rounded", () => {
   assert.deepEqual([1023, 1024, 10230, 102390, 1048575, 2 ** 40 - 1].map(bytes), ["1023 B", "1.00 KiB", "9.99 KiB", "100 KiB", "1.00 MiB", "1.00 TiB"]);
   assert.deepEqual([999, 999_499, 999_999, 6_738_415_616].map(count), ["999", "999K", "1.00M", "6.74B"]);
+});
+
+test("a long path is shown by its last parts", () => {
+  assert.equal(shownPlace("/data/run", 20), "/data/run");
+  assert.equal(shownPlace("/data/models/checkpoint-100", 20), "…/checkpoint-100");
+  assert.equal(shownPlace("/data/models/a/checkpoint", 20), "…/a/checkpoint");
+  assert.ok(shownPlace(`/${"x".repeat(90)}`, 20).length <= 23);
 });
