@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt import demo
@@ -141,6 +143,21 @@ def test_a_layer_of_unlike_shapes_does_not_hide_the_others(mixture: dict[str, to
     odd = mixture | {"model.layers.1.mlp.experts.0.up_proj.weight": torch.ones(3, 8)}
     found = nearest_experts(saved(odd, tmp_path / "model.pt"))
     assert found.marks == {("1", expert): "?" for expert in range(4)}
+    assert found.values[0, 0] == pytest.approx(1)
+
+
+def test_a_layer_that_cannot_be_read_does_not_hide_the_others(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    files: tuple[dict[str, torch.Tensor], ...] = ({}, {})
+    for name, t in mixture.items():
+        files[".layers.1." in name][name] = t
+    paths = [tmp_path / f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for path, tensors in zip(paths, files, strict=True):
+        save_file(tensors, path)
+    view = lazyckpt.open(tmp_path)
+    os.truncate(paths[1], paths[1].stat().st_size - 8)  # it is a ChangedFileError, which is no DataError
+    found = nearest_experts(view)
+    assert set(found.marks.values()) == {"?"}
+    assert {layer for layer, _ in found.marks} == {"1"}
     assert found.values[0, 0] == pytest.approx(1)
 
 

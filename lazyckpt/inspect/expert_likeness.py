@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ..errors import DataError, LazyckptError
 from ..layouts.stages import expert_of
 from ..lazy import LazyArray
 from .expert_norms import parts_of
@@ -162,7 +162,8 @@ def nearest_experts(
     Returns
     -------
     Layers
-        Rows and columns as by `expert_norms`. A layer whose experts cannot be compared has the mark "?" in each cell.
+        Rows and columns as by `expert_norms`. A layer whose experts cannot be read or compared has the mark "?" in each
+        cell.
 
     Raises
     ------
@@ -179,7 +180,7 @@ def nearest_experts(
     for n, layer in enumerate(layers):
         try:
             found = likeness_of(parts, layer, most, check)
-        except DataError:
+        except (LazyckptError, OSError):
             marks |= {(layer, expert): "?" for each in parts[layer].values() for expert in each}
             continue
         values[n, [experts.index(expert) for expert in found.experts]] = found.nearest()[1]
