@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lazyckpt
 from lazyckpt import demo
@@ -16,6 +18,7 @@ from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.query import Cancelled
 from lazyckpt.explore.subject import Subject
 from lazyckpt.inspect.expert_likeness import expert_likeness, nearest_experts
+from lazyckpt.inspect.expert_norms import expert_norms
 
 
 def asked(explorer: Explorer, path: str, **values: str) -> Any:
@@ -142,6 +145,36 @@ def test_a_layer_of_unlike_shapes_does_not_hide_the_others(mixture: dict[str, to
     found = nearest_experts(saved(odd, tmp_path / "model.pt"))
     assert found.marks == {("1", expert): "?" for expert in range(4)}
     assert found.values[0, 0] == pytest.approx(1)
+
+
+def test_a_layer_that_cannot_be_read_does_not_hide_the_others(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    files: tuple[dict[str, torch.Tensor], ...] = ({}, {})
+    for name, t in mixture.items():
+        files[".layers.1." in name][name] = t
+    paths = [tmp_path / f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for path, tensors in zip(paths, files, strict=True):
+        save_file(tensors, path)
+    view = lazyckpt.open(tmp_path)
+    os.truncate(paths[1], paths[1].stat().st_size - 8)  # it is a ChangedFileError, which is no DataError
+    found = nearest_experts(view)
+    assert set(found.marks.values()) == {"?"}
+    assert {layer for layer, _ in found.marks} == {"1"}
+    assert found.values[0, 0] == pytest.approx(1)
+
+
+def test_hostile_numbers_of_experts_take_little_memory(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    stack = {"model.layers.0.mlp.experts.up_proj": one.expand(1 << 24, 2), "w": one}
+    view = saved(stack, tmp_path / "stack.pt")
+    with pytest.raises(lazyckpt.DataError, match="no tensor of this view is of an expert"):
+        expert_norms(view, progress=False)
+    many = dict.fromkeys((f"layers.0.mlp.experts.{n}.up_proj.weight" for n in range(3000)), view["w"])
+    with pytest.raises(lazyckpt.DataError, match="has 3,000 experts"):
+        expert_likeness(many, 0)
+    wide = dict.fromkeys((f"layers.{n}.mlp.experts.{n}.up_proj.weight" for n in range(5000)), view["w"])
+    for grid in (nearest_experts, expert_norms):
+        with pytest.raises(lazyckpt.DataError, match="5,000 layers by 5,000 experts"):
+            grid(wide)
 
 
 def test_stacked_experts_are_those_of_single_ones(mixture: dict[str, torch.Tensor], tmp_path: Path) -> None:

@@ -198,11 +198,36 @@ def test_a_comparison(tmp_path: Path) -> None:
     assert "other" not in asked(explorer, "python", page="tensor", name="w", side="b")["lines"]["tensor"]
 
 
+def test_a_comparison_draws_what_the_page_draws_of_large_tensors_and_of_states_of_one_side(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(1, dtype=torch.bfloat16).expand(3000, 3000)}, tmp_path / "a.pt")
+    explorer = Explorer(subject_of(tmp_path / "a.pt", tmp_path / "a.pt"))
+    line = asked(explorer, "python", page="compare", name="w")["lines"]["picture"]
+    body = explorer.answer("compare/tile", {"name": "w"}).body
+    assert not json.loads(body[4 : 4 + int.from_bytes(body[:4], "little")])["exact"]  # 72 MB in float64
+    assert "exact=False" in line
+    demo.write(tmp_path)
+    explorer = Explorer(subject_of(tmp_path / "zero3", tmp_path / "model"))
+    assert asked(explorer, "compare", state="exp_avg")["counts"].keys() == {"only in a"}
+    assert lines(explorer, "compare", state="exp_avg") == {}
+
+
+def test_a_part_of_a_view(tmp_path: Path) -> None:
+    demo.write(tmp_path)
+    view = lazyckpt.open(tmp_path / "zero3")
+    part = view["model.layers"]
+    name = "0.self_attn.q_proj.weight"
+    explorer = Explorer(subject_of(part))
+    for of, wanted in (("", view[f"model.layers.{name}"]), ("update", view.updates()[f"model.layers.{name}"])):
+        line = asked(explorer, "python", page="tensor", name=name, of=of)["lines"]["tensor"]
+        assert torch.equal(eval(line, {"view": part})[...], wanted[...])
+
+
 def test_a_run(tmp_path: Path) -> None:
     torch.manual_seed(0)
     for step in (10, 20):
         (tmp_path / f"step_{step}").mkdir()
         weights = {f"layers.{n}.{w}": torch.randn(3, 4) for n in range(2) for w in "ab"}
+        weights |= {"grown": torch.randn(step), f"of {step}": torch.ones(1)}
         torch.save(weights, tmp_path / f"step_{step}" / "model.pt")
     explorer = Explorer(subject_of(tmp_path))
     kind = "layers.*.a"
@@ -210,16 +235,22 @@ def test_a_run(tmp_path: Path) -> None:
     course = asked(explorer, "run/course", kind=kind, quantity="rms")
     (panel,) = [ax for ax in found["dynamics"].axes if ax.lines]
     assert [line.get_ydata().tolist() for line in panel.lines] == course["values"]
-    assert found["table"].kinds == (kind, "layers.*.b")
+    assert found["table"].kinds[:2] == (kind, "layers.*.b")
+    assert lines(explorer, "run", state="stored") == {}
     first = lines(explorer, "tensor", name="layers.0.a", step=10)["tensor"]
     assert torch.equal(first[...], lazyckpt.open(tmp_path / "step_10" / "model.pt")["layers.0.a"][...])
     pair = {"step": 10, "with": 20}
     apart = lines(explorer, "compare", name="layers.0.a", **pair)
     rows = asked(explorer, "compare/differences", **pair)["rows"]
-    assert [row.relative for row in apart["differences"]] == [row["relative"] for row in rows]
+    assert {row.name: row.relative for row in apart["differences"]} == {row["name"]: row["relative"] for row in rows}
     np.testing.assert_array_equal(
         drawn(apart["picture"]), asked(explorer, "compare/tile", name="layers.0.a", **pair)["mean"]
     )
+    for step, number in ((10, 0), (20, 0), (10, 1)):  # a view of a step is kept for the next request
+        answer = asked(explorer, "tensor/histogram", name=f"layers.{number}.a", step=step)
+        path = tmp_path / f"step_{step}" / "model.pt"
+        assert answer["l2"] == pytest.approx(float(lazyckpt.open(path)[f"layers.{number}.a"][...].norm()))
+    assert explorer.subject.at(10) is explorer.subject.at(10) is not explorer.subject.at(20)
     changed = lines(explorer, "tensor", name="layers.0.a", of="change")["heatmap"]
     np.testing.assert_array_equal(
         drawn(changed), asked(explorer, "tensor/tile", name="layers.0.a", of="change")["mean"]

@@ -7,11 +7,14 @@ call of `lazyckpt.open` returns, the lines speak of it as ``view``, and of a sec
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from glob import escape
 from math import ceil, floor
 from typing import Any
 
+from ..derive.arithmetic import difference
 from ..derive.sources import opening_of
-from ..errors import DataError
+from ..errors import DataError, TensorNotFoundError
 from ..inspect.bits import has_bits
 from ..inspect.numbers import number_shape, packing
 from ..inspect.pixels import row_length
@@ -73,15 +76,14 @@ def _state(view: View, query: Query) -> str:
 
 def tensor(subject: Subject, query: Query) -> str:
     """Return the expression of the tensor that a request is about."""
-    view = subject.part(query)
-    of, full = query.text("of", ""), view.full_name(query.text("name"))
+    of, name = query.text("of", ""), query.text("name")
     if of == "update":
-        return f"{checkpoint(subject, query)}.updates()[{full!r}]"
-    if of == "change":
+        return f"{checkpoint(subject, query)}.updates()[{name!r}]"
+    if of == "change":  # of this tensor alone: others may have been added, or have another shape
+        same = f".select({escape(name)!r}).astype(torch.float64)"
         old = f"{opened(subject, subject.view)}.at({subject.before(query)}){_state(subject.checkpoint(query), query)}"
-        new = part(subject, query)
-        return f"({new}.astype(torch.float64) - {old}.astype(torch.float64))[{full!r}]"
-    return f"{part(subject, query)}[{full!r}]"
+        return f"({part(subject, query)}{same} - {old}{same})[{name!r}]"
+    return f"{part(subject, query)}[{name!r}]"
 
 
 def _call(*values: Any, **options: Any) -> str:
@@ -311,9 +313,10 @@ def _of_experts(subject: Subject, query: Query) -> Lines:
 
 
 def _of_comparison(subject: Subject, query: Query) -> Lines:
-    a, b = (
-        line + _state(view, query) for line, view in zip(compared(subject, query), subject.pair(query), strict=True)
-    )
+    pair, state = subject.pair(query), query.text("state", "")
+    if state not in ("", STORED) and any(state not in view.states for view in pair):
+        return {}  # one of the two lacks the state: there are names to show, and nothing to compare
+    a, b = (line + _state(view, query) for line, view in zip(compared(subject, query), pair, strict=True))
     found = {
         "differences": complete(f"lazyckpt.diff({a}, {b})"),
         "grid": complete(f"lazyckpt.diff({a}, {b}).plot()"),
@@ -321,14 +324,18 @@ def _of_comparison(subject: Subject, query: Query) -> Lines:
     }
     if "name" in query:
         name = query.text("name")
-        t = subject.part(query).exact(name)
-        if isinstance(t, LazyArray) and 0 not in t.shape:
-            told = heatmap(query, t)
-            found["picture"] = complete(f"{a}.plot.difference({b}, {name!r}{told and f', {told}'})")
+        first, second = (view.stored if state == STORED else view.states[state] if state else view for view in pair)
+        with suppress(DataError, TensorNotFoundError):  # the page has the error, too
+            t = LazyArray(*difference(first, second, name))
+            if 0 not in t.shape:
+                told = heatmap(query, t)
+                found["picture"] = complete(f"{a}.plot.difference({b}, {name!r}{told and f', {told}'})")
     return found
 
 
 def _of_run(subject: Subject, query: Query) -> Lines:
+    if query.text("state", "") == STORED:
+        return {}  # of a run only the views of its steps have it
     run = opened(subject, subject.view) + _state(subject.checkpoint(query), query)
     quantity, kinds = query.text("quantity", "norm"), query.text("kind", "") or query.text("q", "")
     told = _call(*([repr(quantity)] if quantity != "norm" or kinds else []), *([repr(kinds)] if kinds else []))

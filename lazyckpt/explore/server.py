@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ASSETS = {"explorer.js": "text/javascript; charset=utf-8", "explorer.css": "text/css; charset=utf-8"}
 _AT_ONCE = 2  # requests that read tensors at the same time, and as many others; the rest waits
 _LIGHT = re.compile(  # paths whose answers read no tensors: they do not wait for those that do
-    r"about|tree|tree/marks|tree/totals|architecture.*|ranks.*|tensor|tensor/layout|compare|run"
+    r"about|tree|tree/marks|tree/totals|architecture.*|ranks.*|tensor|tensor/layout|experts/layers|compare|run|python"
 )
 _SENT = 64 << 20  # bytes of the answers of either kind that clients are about to take
 _SMALL = 1024  # bytes of an answer that is not compressed

@@ -14,6 +14,8 @@ from ..namespace import Namespace
 from .query import Query
 
 View = Namespace[Any]
+_KEY = "steps"  # of `Namespace.kept`
+_KEPT = 4  # steps whose views are kept with what is computed for them
 
 
 class Run(Protocol):
@@ -60,7 +62,18 @@ class Subject:
             if self.other is None:
                 raise DataError("side=b is for comparisons, and this explorer shows one checkpoint")
             return self.other
-        return self.view if self.run is None else self.run.at(self.step(query))
+        return self.view if self.run is None else self.at(self.step(query))
+
+    def at(self, step: int) -> View:
+        """Return the checkpoint of a step of a run: the same view for one request after another."""
+        if self.run is None:
+            raise DataError("this explorer shows no run")
+        kept: dict[int, View] = self.view.kept.get(_KEY, {})
+        found = kept.get(step)
+        if found is None:
+            found = self.run.at(step)
+            self.view.kept[_KEY] = dict([(step, found), *kept.items()][:_KEPT])
+        return found
 
     def step(self, query: Query) -> int:
         """Return the step of a run that a request is about: ``step``, by default the last one. Raises DataError."""
@@ -103,7 +116,7 @@ class Subject:
             return self.view, self.other
         if self.run is None:
             raise DataError("this explorer shows one checkpoint, and nothing to compare it with")
-        return self.run.at(self.step(query)), self.run.at(self.other_step(query))
+        return self.at(self.step(query)), self.at(self.other_step(query))
 
     def part(self, query: Query) -> View:
         """Return the state that a request is about.
@@ -180,9 +193,9 @@ class Subject:
 
     def _changed(self, query: Query, part: View, name: str) -> LazyArray:
         step = self.before(query)
-        if step is None or self.run is None:
+        if step is None:
             raise DataError("of=change is for a run, at a step that has one before")
-        old = self.run.at(step)
+        old = self.at(step)
         if part.state != old.state:
             if part.state not in old.states:
                 raise TensorNotFoundError(f"step {step} has no state {part.state!r:.60}")

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import DataError
+from ..errors import DataError, LazyckptError
 from ..layouts.stages import expert_of
 from ..lazy import LazyArray
-from .expert_norms import parts_of
+from .expert_norms import EXPERTS, grid_of, parts_of
 from .layers import Layers
 from .numbers import number_shape, numbers
 
@@ -92,7 +92,8 @@ def expert_likeness(
     Raises
     ------
     DataError
-        The layer has no experts, their tensors have different shapes, or elements that are no numbers.
+        The layer has no experts or more than 2,048, their tensors have different shapes, or elements that are no
+        numbers.
     """
     return likeness_of(experts_by_layer(tensors), layer, most, check)
 
@@ -119,6 +120,8 @@ def likeness_of(
     if not kinds:
         raise DataError(f"layer {layer} has no experts: expert_norms() lists those that have")
     experts = tuple(sorted({expert for each in kinds.values() for expert in each}))
+    if len(experts) > EXPERTS:
+        raise DataError(f"layer {layer} has {len(experts):,} experts: at most {EXPERTS:,} are compared with each other")
     for kind, each in kinds.items():
         if len({number_shape(t) for t in each.values()}) > 1 or len(each) < len(experts):
             raise DataError(f"{kind}: the experts of layer {layer} have different tensors, which have no angle")
@@ -162,24 +165,25 @@ def nearest_experts(
     Returns
     -------
     Layers
-        Rows and columns as by `expert_norms`. A layer whose experts cannot be compared has the mark "?" in each cell.
+        Rows and columns as by `expert_norms`. A layer whose experts cannot be read or compared has the mark "?" in each
+        cell.
 
     Raises
     ------
     DataError
-        There are no experts.
+        There are no experts, or more than 16 Mi pairs of a layer and an expert.
     """
     parts = experts_by_layer(tensors)
     if not parts:
         raise DataError("no tensor of this view is of an expert: there is nothing to compare")
     layers = tuple(parts)
     experts = tuple(sorted({expert for kinds in parts.values() for each in kinds.values() for expert in each}))
-    values = np.full((len(layers), len(experts)), np.nan)
+    values = grid_of(layers, experts)
     marks: dict[tuple[str, int | None], str] = {}
     for n, layer in enumerate(layers):
         try:
             found = likeness_of(parts, layer, most, check)
-        except DataError:
+        except (LazyckptError, OSError):
             marks |= {(layer, expert): "?" for each in parts[layer].values() for expert in each}
             continue
         values[n, [experts.index(expert) for expert in found.experts]] = found.nearest()[1]

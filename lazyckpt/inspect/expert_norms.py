@@ -7,10 +7,11 @@ measured alone. The norm of an expert is that of all its tensors together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import DataError
 from ..layouts.stages import expert_of, is_stack
@@ -19,6 +20,11 @@ from .architecture import layer_and_kind
 from .layers import Layers
 from .stats import stats_of_all
 from .table import Stats, Table
+
+EXPERTS = 2048
+"""Experts of a layer, at most: Switch Transformers have so many. A longer first dimension is no stack of experts, and
+more experts are not compared with each other."""
+_CELLS = 1 << 24  # of a grid of layers and experts
 
 
 def expert_norms(
@@ -49,19 +55,19 @@ def expert_norms(
     Raises
     ------
     DataError
-        There are no experts.
+        There are no experts, or more than 16 Mi pairs of a layer and an expert.
     WorkerError
         Workers of the executor died.
     """
     parts = {key: (cell, t) for key, cell, t in parts_of(tensors)}
     if not parts:
         raise DataError("no tensor of this view is of an expert: there are no norms of experts")
+    layers = tuple(dict.fromkeys(layer for (layer, _), _ in parts.values()))
+    experts = tuple(sorted({expert for (_, expert), _ in parts.values()}))
+    values = grid_of(layers, experts)
     cells: dict[tuple[str, int], list[Stats]] = {}
     for one in stats_of_all({key: t for key, (_, t) in parts.items()}, None, executor, memory, progress, check):
         cells.setdefault(parts[one.name][0], []).append(one)
-    layers = tuple(dict.fromkeys(layer for (layer, _), _ in parts.values()))
-    experts = tuple(sorted({expert for _, expert in cells}))
-    values = np.full((len(layers), len(experts)), math.nan)
     marks: dict[tuple[str, int | None], str] = {}
     for (layer, expert), found in cells.items():
         good = [one for one in found if one.error is None]
@@ -74,6 +80,15 @@ def expert_norms(
     return Layers("norm", layers, experts, values, {}, marks)
 
 
+def grid_of(layers: Sequence[str], experts: Sequence[int]) -> NDArray[np.float64]:
+    """Return a value for each layer and expert, all NaN. Raises DataError if names make many of a few experts."""
+    if len(layers) * len(experts) > _CELLS:
+        raise DataError(
+            f"{len(layers):,} layers by {len(experts):,} experts are more than {_CELLS:,} cells: take a part of them"
+        )
+    return np.full((len(layers), len(experts)), math.nan)
+
+
 def parts_of(tensors: Mapping[str, LazyArray]) -> Iterator[tuple[str, tuple[str, int], LazyArray]]:
     """Yield a name of its own, layer and expert, and tensor, for each tensor of an expert and slice of a stack, in the
     order of the layers. Layers are named as by `expert_norms`."""
@@ -82,7 +97,7 @@ def parts_of(tensors: Mapping[str, LazyArray]) -> Iterator[tuple[str, tuple[str,
         expert = expert_of(name)
         if expert is not None:
             found.setdefault(_layer_of(expert.layer), []).append((name, expert.number))
-        elif is_stack(name) and t.ndim > 1:
+        elif is_stack(name) and t.ndim > 1 and t.shape[0] <= EXPERTS:
             found.setdefault(_layer_of(name), []).append((name, None))
     several = len({stack for stack, _ in found}) > 1
     for (stack, layer), names in sorted(found.items()):

@@ -136,7 +136,7 @@ def _report(subject: Subject) -> Iterator[Wanted]:
     others = [state for state in view.states if state != view.state]
     moments = [state for state in others if state not in ("fp32", "weights")][:1]  # what the page shows first
     if others:
-        yield Wanted("python", {"page": "optimizer", "state": (*moments, *others)[0]}, level=MORE)
+        yield Wanted("python", {"page": "optimizer", "state": (*moments, view.state)[0]}, level=MORE)
     if has_updates(view):
         yield Wanted("updates", {}, sum(map(_effort, view.states.values())))
     for state in (*moments, *(state for state in others if state not in moments)):

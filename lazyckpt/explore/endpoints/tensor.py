@@ -107,8 +107,8 @@ def _derived(subject: Subject, query: Query, part: View, name: str) -> Iterator[
                 yield {"of": "update", "label": "last step"}
     before = subject.before(query)
     t = part.exact(name)
-    if before is not None and t is not None and t.spec.dtype.is_floating_point and subject.run is not None:
-        old = subject.run.at(before)
+    if before is not None and t is not None and t.spec.dtype.is_floating_point:
+        old = subject.at(before)
         held = old if old.state == part.state else old.states.get(part.state)
         same = None if held is None else held.exact(name)
         if same is not None and same.shape == t.shape:
