@@ -24,17 +24,20 @@ const SORTS = ["name", "size", "dtype", "norm"] as const;
 export function TreePage() {
   const { api, route } = useExplorer();
   const { state, step, side } = route.params;
-  const loaded = useLoaded(() => loadState(api, { state, step, side }), [state, step, side]);
+  const loaded = useLoaded(async () => {
+    const params = { state, step, side };
+    return { params, tensors: await loadState(api, params) };
+  }, [state, step, side]);
   if (loaded.error) return <Failure error={loaded.error} />;
   if (!loaded.value) return <p class="quiet">Reading names …</p>;
-  return <TreeOf key={`${state} ${step} ${side}`} state={loaded.value} />;
+  const { params, tensors } = loaded.value; // those before, until the new ones are here
+  return <TreeOf key={`${params.state} ${params.step} ${params.side}`} state={tensors} params={params} />;
 }
 
-function TreeOf({ state }: { state: State }) {
+function TreeOf({ state, params }: { state: State; params: Record<"state" | "step" | "side", string | undefined> }) {
   const { api, route, go } = useExplorer();
   const [rowId] = useState(() => newId("row")); // a notebook may show several trees
   const { q = "", sort = "name", open: opened, each = "", at, name } = route.params;
-  const params = { state: route.params["state"], step: route.params["step"], side: route.params["side"] };
   const marks = useLoaded((signal) => loadMarks(api, params, signal), [state]).value;
   const [norms, setNorms] = useState<Norms | null>(() => keptNorms(state));
 
