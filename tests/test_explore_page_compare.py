@@ -142,7 +142,8 @@ def test_a_step_is_chosen_on_every_page_and_compared_with_another(page: Callable
         "const s = document.querySelector('.run-slider input');"
         "s.value = '1'; s.dispatchEvent(new Event('change', { bubbles: true }))"
     )
-    run.until("location.hash.includes('step=20') && !location.hash.includes('with=')")  # nothing is compared with itself
+    # nothing is compared with itself
+    run.until("location.hash.includes('step=20') && !location.hash.includes('with=')")
 
 
 def test_norms_of_a_step_are_not_shown_at_another(page: Callable[..., Page], tmp_path: Path) -> None:

@@ -239,7 +239,9 @@ function StateSwitch({ side, context }: { side: Side; context: Context }) {
       value={context.route.params["state"] ?? side.state}
       onChange={(event) => {
         const { value } = event.currentTarget;
-        context.go({ state: value === side.state ? undefined : value });
+        const { of } = context.route.params;
+        // what the last step added is of no state
+        context.go({ state: value === side.state ? undefined : value, of: of === "update" ? undefined : of });
       }}
     >
       {side.states.map(({ name, nbytes }) => (

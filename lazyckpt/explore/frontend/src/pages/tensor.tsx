@@ -325,6 +325,7 @@ function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
       ) : (
         <>
           <HeatMap
+            key={exact} // tiles of samples are not those of everything
             size={size}
             first={first}
             root={root.value}
