@@ -159,3 +159,8 @@ def test_norms_of_a_step_are_not_shown_at_another(page: Callable[..., Page], tmp
     run.keys(",")
     run.until(f"document.querySelector('select[aria-label=step]').value === '10' && {button}")
     assert not run.browser.js("return document.querySelector('[role=tree] .tree-norm')")
+    run.browser.js(  # the point of a name that is typed is no key for the next step
+        "for (const key of 'down.')"
+        " document.querySelector('[role=tree]').dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true }))"
+    )
+    assert "step=10" in run.until("location.hash.includes('down.weight') && location.hash")

@@ -122,6 +122,10 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
     } else if (event.key.length === 1 && /[\w.]/.test(event.key)) {
       const now = Date.now();
       const fresh = now - letters.current.time > 700;
+      if (event.key === ".") {
+        if (fresh) return; // it goes to the next step of a run
+        event.stopPropagation();
+      }
       letters.current = { text: (fresh ? "" : letters.current.text) + event.key.toLowerCase(), time: now };
       const begins = (n: number) => rows[n % rows.length]!.label.toLowerCase().startsWith(letters.current.text);
       for (let n = active + (fresh ? 1 : 0), end = n + rows.length; n < end; n += 1) {
