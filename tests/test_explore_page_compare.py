@@ -133,3 +133,34 @@ def test_a_step_is_chosen_on_every_page_and_compared_with_another(page: Callable
         "[...document.querySelectorAll('.compare [role=row]')].find(e => e.textContent.includes('2.up'))?.textContent"
     )
     assert "0.4000" in row  # of 3 * 5 at step 40, 3 * 3 at step 20
+
+    hrefs = run.browser.js("return [...document.querySelectorAll('.top nav a')].map(e => e.getAttribute('href'))")
+    assert all("step=40" in href and "with=20" in href for href in hrefs)  # also of a page in a new tab
+    run.go("#/run?step=40&with=20")
+    run.until("document.querySelector('.run-slider input')")
+    run.browser.js(
+        "const s = document.querySelector('.run-slider input');"
+        "s.value = '1'; s.dispatchEvent(new Event('change', { bubbles: true }))"
+    )
+    # nothing is compared with itself
+    run.until("location.hash.includes('step=20') && !location.hash.includes('with=')")
+
+
+def test_norms_of_a_step_are_not_shown_at_another(page: Callable[..., Page], tmp_path: Path) -> None:
+    for step in (10, 20):
+        (tmp_path / f"step_{step}").mkdir()
+        torch.save(model(step / 10), tmp_path / f"step_{step}" / "model.pt")
+    run = page(tmp_path)
+    run.go("#/tree?name=layers.2.up.weight")
+    button = "[...document.querySelectorAll('.tree-tools button')].find(one => one.textContent.startsWith('Norms'))"
+    run.until(f"document.querySelector('select[aria-label=step]')?.value === '20' && {button}")
+    run.browser.js(f"{button}.click()")
+    run.until(f"!{button} && document.querySelector('[role=tree] .tree-norm')")
+    run.keys(",")
+    run.until(f"document.querySelector('select[aria-label=step]').value === '10' && {button}")
+    assert not run.browser.js("return document.querySelector('[role=tree] .tree-norm')")
+    run.browser.js(  # the point of a name that is typed is no key for the next step
+        "for (const key of 'down.')"
+        " document.querySelector('[role=tree]').dispatchEvent(new KeyboardEvent('keydown', { key, bubbles: true }))"
+    )
+    assert "step=10" in run.until("location.hash.includes('down.weight') && location.hash")

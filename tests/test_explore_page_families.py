@@ -211,6 +211,9 @@ def the_ranks(pages: Pages, name: str, paths: list[Path]) -> None:
     rows = pages.rows("files")
     assert {Path(row[0]).name for row in rows} <= {Path(one).name for one in pages.view.files}
     assert len(rows) > 1
+    pages.go("ranks", states="weights")  # the state that is shown, whatever it is called
+    pages.until("document.querySelector('.ranks .python')?.textContent.includes('own')")
+    assert len(pages.rows("files")) > 1
 
 
 def the_optimizer(pages: Pages, name: str, paths: list[Path]) -> None:

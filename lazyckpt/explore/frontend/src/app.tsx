@@ -5,7 +5,7 @@ import type { About, Api, Problem, Side } from "./api";
 import { Explorer, linkTo, useLoaded, type Context } from "./context";
 import { isTyping, KEYS } from "./keys";
 import { PAGES } from "./pages";
-import type { RouteStore } from "./route";
+import type { Route, RouteStore } from "./route";
 import { isGiven } from "./transport";
 import { stepBeside } from "./steps";
 import { hostTheme, keepTheme, keptTheme, onHostTheme, THEMES, type Theme } from "./theme";
@@ -19,6 +19,10 @@ import { bytes, count, grouped, shownName, shownPlace } from "./ui/text";
 
 const SHARED = ["state", "step", "with", "side", "name"]; // parameters that go along to another page
 const STEPS: Record<string, -1 | 1> = { ",": -1, ".": 1 }; // keys that go to another step of a run
+
+function sharedOf({ params }: Route): Record<string, string> {
+  return Object.fromEntries(Object.entries(params).filter(([name]) => SHARED.includes(name)));
+}
 
 export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const [route, setRoute] = useState(routes.read());
@@ -59,8 +63,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
             route,
             theme: theme === "auto" ? around : theme,
             go(params, page = route.page, replace = false) {
-              const shared = Object.fromEntries(SHARED.map((name) => [name, route.params[name]]));
-              const merged = { ...(page === route.page ? route.params : shared), ...params };
+              const merged = { ...(page === route.page ? route.params : sharedOf(route)), ...params };
               left.current = !!frame.current?.querySelector("main")?.matches(":focus-within");
               const given = Object.entries(merged).filter((pair): pair is [string, string] => isGiven(...pair));
               routes.write({ page, params: Object.fromEntries(given) }, replace);
@@ -181,7 +184,7 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
             {pages.map(({ id, title }) => (
               <a
                 key={id}
-                href={linkTo(id, {})}
+                href={linkTo(id, sharedOf(route))}
                 aria-current={id === page.id ? "page" : undefined}
                 onClick={(event) => {
                   if (event.ctrlKey || event.metaKey || event.shiftKey) return;
@@ -236,7 +239,9 @@ function StateSwitch({ side, context }: { side: Side; context: Context }) {
       value={context.route.params["state"] ?? side.state}
       onChange={(event) => {
         const { value } = event.currentTarget;
-        context.go({ state: value === side.state ? undefined : value });
+        const { of } = context.route.params;
+        // what the last step added is of no state
+        context.go({ state: value === side.state ? undefined : value, of: of === "update" ? undefined : of });
       }}
     >
       {side.states.map(({ name, nbytes }) => (

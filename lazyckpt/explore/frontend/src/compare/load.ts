@@ -36,7 +36,7 @@ const NOTHING: Progress = { rows: [], done: 0, reading: false };
 const OFTEN = 250; // milliseconds between pictures of what is known so far
 
 /** Compares block by block once `wanted`; ends when one looks away. */
-export function useDifferences(api: Api, pair: Pair, found: Compared | undefined, wanted: boolean): Progress {
+export function useDifferences(api: Api, pair: Pair | undefined, found: Compared | undefined, wanted: boolean): Progress {
   const [progress, setProgress] = useState(NOTHING);
   const key = useRef<unknown>(undefined);
   useEffect(() => {

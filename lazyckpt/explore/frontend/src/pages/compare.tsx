@@ -2,7 +2,7 @@
 
 import { useMemo, useRef, useState } from "preact/hooks";
 import { byCell, byKind, cellKey, farness, measured, type Difference, type Fold, type Measure } from "../compare/fold";
-import { useDifferences, type Compared, type Progress } from "../compare/load";
+import { useDifferences, type Compared, type Pair, type Progress } from "../compare/load";
 import { DifferencePicture } from "../compare/picture";
 import { DifferenceTree, kindText, relativeText } from "../compare/tree";
 import { useExplorer, useLoaded } from "../context";
@@ -29,19 +29,21 @@ export function ComparePage() {
   const measure: Measure = asked === "angle" ? "angle" : "relative";
   const isRun = about.kind === "run";
   const [step, other] = isRun ? [route.params["step"], route.params["with"]] : [];
-  const pair = useMemo(() => ({ state, step, with: other }), [state, step, other]);
-  const loaded = useLoaded((signal) => api.json<Compared>("compare", pair, signal), [pair]);
-  const found = loaded.value;
-  const [start, setStart] = useState(false);
-  const progress = useDifferences(api, pair, found, !!found && (start || !api.live || found.nbytes <= ASKED));
+  const loaded = useLoaded(async (signal) => {
+    const pair = { state, step, with: other };
+    return { pair, found: await api.json<Compared>("compare", pair, signal) };
+  }, [state, step, other]);
+  const { pair, found } = loaded.value ?? {}; // those before, until the new ones are here
+  const [started, setStarted] = useState<Pair>(); // the two whose elements are wanted though there are many
+  const progress = useDifferences(api, pair, found, !!found && (pair === started || !api.live || found.nbytes <= ASKED));
   const [open, setOpen] = useState<ReadonlySet<number>>(new Set());
   const picture = useRef<HTMLDivElement>(null);
   const kinds = useMemo(() => byKind(progress.rows), [progress.rows]);
   const cells = useMemo(() => byCell(progress.rows), [progress.rows]);
-  const lines = useLines({ ...pair });
+  const lines = useLines({ state, step, with: other });
   const steps = isRun && api.live && <ComparedSteps />;
   if (loaded.error) return <div>{steps}<Failure error={loaded.error} /></div>;
-  if (!found) return <div>{steps}<p class="quiet">Comparing names …</p></div>;
+  if (!found || !pair) return <div>{steps}<p class="quiet">Comparing names …</p></div>;
   const colour = colourOf(kinds);
   const choose = (row: Difference | undefined) => {
     if (!row || !["values", "dtype", "equal"].includes(row.status)) return;
@@ -53,7 +55,7 @@ export function ComparePage() {
     <div class="compare">
       {steps}
       {found.steps && !api.live && <p>A is step {grouped(found.steps[0])}, B is step {grouped(found.steps[1])}.</p>}
-      <Summary {...{ found, progress, start: () => setStart(true) }} />
+      <Summary {...{ found, progress, start: () => setStarted(pair) }} />
       {progress.error && <Failure error={progress.error} />}
       {progress.rows.length > 0 && (
         <>

@@ -71,6 +71,11 @@ export function ExpertsPage() {
   );
 }
 
+/** The layer whose experts are compared: that of the link, or the first one. */
+function layerOf(layers: string[] | undefined, asked: string | undefined): string | undefined {
+  return asked !== undefined && layers?.includes(asked) ? asked : layers?.[0];
+}
+
 const LITTLE = 1 << 30; // bytes that are read without being asked for
 
 /** The largest cosine of each expert to another one of its layer. */
@@ -84,14 +89,14 @@ function MostAlike() {
   const wanted = asked ?? (!api.live || reads <= LITTLE);
   const progress = useNearest(api, view, listed, wanted);
   const cells = useMemo(() => (listed ? cellsOf(listed, progress) : []), [listed, progress]);
-  const lines = useLines({ ...view, layer: route.params["layer"] ?? listed?.layers[0] });
+  const layer = layerOf(listed?.layers, route.params["layer"]);
+  const lines = useLines({ ...view, layer });
   if (error) return <Failure error={error} />;
   if (!listed) return <p class="quiet">Listing the experts …</p>;
   const done = progress.found.size + progress.failed.size;
   const all = listed.layers.length;
   const width = listed.experts.length;
   const twins = cells.filter(({ mark }) => mark === "=").length;
-  const layer = route.params["layer"] ?? listed.layers[0]!;
   const sampled = [...progress.found.values()].some(({ exact }) => !exact);
   return (
     <>
@@ -126,7 +131,7 @@ function MostAlike() {
             return `layer ${shownName(layer)}, expert ${expert}\n${what}`;
           }}
           mark={(row, column) => cells[row * width + column]!.mark}
-          active={listed.layers.includes(layer) ? [listed.layers.indexOf(layer), -1] : null}
+          active={layer === undefined ? null : [listed.layers.indexOf(layer), -1]}
           onCell={(row) => go({ layer: listed.layers[row]! }, undefined, true)}
         />
       </Figure>
@@ -140,7 +145,7 @@ function MostAlike() {
           {shownName(why, 500)} {progress.failed.size > 1 && `(and ${grouped(progress.failed.size - 1)} more layers)`}
         </p>
       ))}
-      {!progress.reading && progress.found.has(layer) && <LikenessOf layer={layer} python={lines["likeness"]} />}
+      {!progress.reading && layer !== undefined && progress.found.has(layer) && <LikenessOf layer={layer} python={lines["likeness"]} />}
       <details>
         <summary>As a table</summary>
         <DataTable columns={ALIKE} rows={cells} caption="most alike experts" rowKey={({ layer, expert }) => `${layer} ${expert}`} height={320} />
@@ -167,12 +172,12 @@ function Norms() {
   const { state, step, side } = route.params;
   const { value, error } = useLoaded((signal) => api.json<Experts>("experts", { state, step, side }, signal), [state, step, side]);
   const rows = useMemo(() => (value ? rowsOf(value) : []), [value]);
-  const lines = useLines({ state, step, side, layer: route.params["layer"] ?? value?.layers[0] });
+  const layer = layerOf(value?.layers, route.params["layer"]);
+  const lines = useLines({ state, step, side, layer });
   if (error) return <Failure error={error} />;
   if (!value) return <p class="quiet">Reading the experts …</p>;
   const width = value.experts.length;
   const norms = Float64Array.from(rows, ({ norm }) => norm);
-  const layer = route.params["layer"] ?? value.layers[0]!;
   return (
     <>
       <Figure title="Norms of the experts" note="L2 norm of all tensors of an expert; a click compares the experts of a layer" name="norms of experts" python={lines["experts"]}>
@@ -188,12 +193,12 @@ function Norms() {
           legend="L2 norm"
           detail={(row, column) => `layer ${shownName(value.layers[row]!)}, expert ${value.experts[column]}\nL2 norm ${text(norms[row * width + column]!)}`}
           mark={(row, column) => rows[row * width + column]!.mark}
-          active={value.layers.includes(layer) ? [value.layers.indexOf(layer), -1] : null}
+          active={layer === undefined ? null : [value.layers.indexOf(layer), -1]}
           onCell={(row) => go({ layer: value.layers[row]! }, undefined, true)}
         />
       </Figure>
       <p class="quiet">{value.dead.length ? `${grouped(value.dead.length)} experts are dead: all their elements are zero (marked 0).` : "No expert is all zero."}</p>
-      <LikenessOf layer={layer} python={lines["likeness"]} />
+      {layer !== undefined && <LikenessOf layer={layer} python={lines["likeness"]} />}
       <details>
         <summary>As a table</summary>
         <DataTable columns={COLUMNS} rows={rows} caption="experts" rowKey={({ layer, expert }) => `${layer} ${expert}`} height={320} />

@@ -28,7 +28,7 @@ export function OptimizerPage() {
   const side = about.sides[which] ?? about.sides[0]!;
   const names = side.states.map(({ name }) => name);
   const moments = names.filter((name) => name !== side.state && name !== "fp32" && name !== "weights");
-  const asked = route.params["state"];
+  const { state: asked, step } = route.params;
   const state = asked !== undefined && names.includes(asked) ? asked : (moments[0] ?? side.state);
   const quantity = route.params["of"] ?? "rms";
   const chosen = side.states.find(({ name }) => name === state);
@@ -68,12 +68,12 @@ export function OptimizerPage() {
             </select>
           </label>
         </p>
-        <Ask key={`${which} ${state}`} reads={chosen?.nbytes ?? 0} what={`quantities of ${state}`}>
+        <Ask key={`${which} ${state} ${step}`} reads={chosen?.nbytes ?? 0} what={`quantities of ${state}`}>
           {() => <State state={state} quantity={quantity} />}
         </Ask>
       </section>
       <section aria-label="Last step">
-        <Ask key={which} reads={whole} what="the optimizer's last step">
+        <Ask key={`${which} ${step}`} reads={whole} what="the optimizer's last step">
           {() => <LastStep state={state} />}
         </Ask>
       </section>

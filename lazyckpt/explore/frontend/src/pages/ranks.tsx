@@ -45,9 +45,10 @@ const AXES: Axis[] = ["pp", "dp", "ep", "tp"];
 const VIRIDIS = colourTable("viridis");
 
 export function RanksPage() {
-  const { api, route, go } = useExplorer();
+  const { api, about, route, go } = useExplorer();
   const { step, side, file, of = "bytes", states = "all" } = route.params;
-  const state = states === "all" ? undefined : (route.params["state"] ?? states);
+  const own = (about.sides[side === "b" ? 1 : 0] ?? about.sides[0]!).state;
+  const state = states === "all" ? undefined : (route.params["state"] ?? own);
   const loaded = useLoaded((signal) => api.json<Ranks>("ranks", { step, side, state }, signal), [step, side, state]);
   const found = loaded.value;
   const lines = useLines({ step, side, of: of === "bytes" ? undefined : of, states: state && "own", state, file: api.live ? file : undefined });

@@ -4,7 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { shortNumber } from "../ui/axis";
 import { colourTable, css } from "../ui/colours";
-import { CompareWith } from "../parts/steps";
+import { CompareWith, showStep } from "../parts/steps";
 import { Failure } from "../ui/failure";
 import { Figure, SaveButtons } from "../ui/figure";
 import { Legend } from "../ui/grid";
@@ -50,7 +50,8 @@ const MARKED = [["?", "Not every tensor can be read, or compared, at"], ["!", "T
 const VIRIDIS = colourTable("viridis");
 
 export function RunPage() {
-  const { api, about, route, go } = useExplorer();
+  const context = useExplorer();
+  const { api, about, route, go } = context;
   const { state, quantity = "norm", kind, q = "" } = route.params;
   const [ticks] = useState(() => newId("steps"));
   const step = route.params["step"] ?? String(about.steps[about.steps.length - 1]);
@@ -77,7 +78,7 @@ export function RunPage() {
             value={place}
             list={ticks}
             aria-valuetext={`step ${grouped(found.steps[place]!)}`}
-            onChange={(event) => go({ step: String(found.steps[Number(event.currentTarget.value)]) }, undefined, true)}
+            onChange={(event) => showStep(context, found.steps[Number(event.currentTarget.value)]!)}
           />
           <datalist id={ticks}>
             {found.steps.length <= 60 && found.steps.map((_, n) => <option key={n} value={String(n)} />)}
@@ -104,7 +105,7 @@ export function RunPage() {
         </label>
       </div>
       {chosen ? (
-        <One key={chosen.kind} {...{ run: found, kind: chosen, quantity, label, step: found.steps[place]!, lines }} />
+        <One key={`${chosen.kind} ${quantity} ${state}`} {...{ run: found, kind: chosen, quantity, label, step: found.steps[place]!, lines }} />
       ) : (
         <>
           <h2>{capital(label)}</h2>
@@ -177,7 +178,8 @@ function seriesOf(course: Course): Series[] {
 /** One kind as a small picture; its values are read when it comes into view. */
 function Panel(props: PartProps) {
   const { kind, quantity, label, step } = props;
-  const { go } = useExplorer();
+  const context = useExplorer();
+  const { go } = context;
   const box = useRef<HTMLDivElement>(null);
   const [seen, setSeen] = useState(false);
   const shade = useShade();
@@ -218,7 +220,7 @@ function Panel(props: PartProps) {
           mark={step}
           colours={series.map((_, n) => shade(series.length > 1 ? n / (series.length - 1) : 0.5))}
           legend={false}
-          onPoint={(one, index) => go({ step: String(one.x[index]) }, undefined, true)}
+          onPoint={(one, index) => showStep(context, one.x[index]!)}
         />
       ) : seen && !start ? (
         <p class="run-wait">
@@ -244,7 +246,8 @@ interface Row {
 /** One kind alone: its curves, and its values at the chosen step. */
 function One(props: PartProps & { lines: Record<string, string> }) {
   const { kind, quantity, label, step, lines } = props;
-  const { go } = useExplorer();
+  const context = useExplorer();
+  const { go } = context;
   const { loaded, size, start, ask } = useCourse(props, true);
   const shade = useShade();
   const found = loaded.value;
@@ -288,7 +291,7 @@ function One(props: PartProps & { lines: Record<string, string> }) {
             mark={step}
             colours={colours}
             legend={series.length <= 12}
-            onPoint={(one, index) => go({ step: String(one.x[index]) }, undefined, true)}
+            onPoint={(one, index) => showStep(context, one.x[index]!)}
           />
         ) : start ? (
           <p class="run-wait quiet">reading {bytes(size)} …</p>

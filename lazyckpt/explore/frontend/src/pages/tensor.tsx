@@ -45,14 +45,16 @@ interface Layout {
 export function TensorPage() {
   const { api, route } = useExplorer();
   const { name, state, step, side, of } = route.params;
-  const facts = useLoaded(
-    (signal) => (name === undefined ? Promise.resolve(undefined) : api.json<Facts>("tensor", { name, state, step, side, of }, signal)),
-    [name, state, step, side, of],
-  );
+  const loaded = useLoaded(async (signal) => {
+    if (name === undefined) return undefined;
+    const common = { name, state, step, side, of };
+    return { common, facts: await api.json<Facts>("tensor", common, signal) };
+  }, [name, state, step, side, of]);
   if (name === undefined) return <p class="quiet">Choose a tensor on the page “Tensors”.</p>;
-  if (facts.error) return <Failure error={facts.error} />;
-  if (!facts.value || facts.value.name !== name) return <p class="quiet">Opening {shownName(name)} …</p>;
-  return <Tensor key={`${name}/${facts.value.state}/${step}/${side}/${facts.value.of}`} facts={facts.value} />;
+  if (loaded.error) return <Failure error={loaded.error} />;
+  if (!loaded.value || loaded.value.facts.name !== name) return <p class="quiet">Opening {shownName(name)} …</p>;
+  const { common, facts } = loaded.value; // those before, until the new ones are here
+  return <Tensor key={`${name}/${facts.state}/${common.step}/${common.side}/${facts.of}`} {...{ common, facts }} />;
 }
 
 /** How the tensor is drawn, by the parameters of the link. */
@@ -81,18 +83,20 @@ export function planeOf(facts: Facts, params: Record<string, string>) {
   return { shape, ndim, row, col, at, wrap, size, query, packing };
 }
 
-function Tensor({ facts }: { facts: Facts }) {
+/** A tensor as a request asks for it. */
+type Common = Record<"name" | "state" | "step" | "side" | "of", string | undefined>;
+
+function Tensor({ facts, common }: { facts: Facts; common: Common }) {
   const { api, about, route, go } = useExplorer();
   const { params } = route;
   const { name } = facts;
-  const own = about.sides[params["side"] === "b" ? 1 : 0]?.state;
-  const common = { name, state: params["state"], step: params["step"], side: params["side"], of: params["of"] };
+  const own = about.sides[common.side === "b" ? 1 : 0]?.state;
   const choices = choicesOf(api.live ? facts : { ...facts, derived: [] });
   const chosen = api.live ? besideOf(params["beside"]) : [];
   const beside = choices.filter((one) => one.fits && besideKey(one) !== besideKey(facts) && chosen.some((other) => besideKey(other) === besideKey(one)));
   const show = (next: Choice) =>
     go({
-      state: next.state === own ? undefined : next.state, of: next.of || undefined, view: params["view"],
+      state: next.state === own ? undefined : next.state, of: next.of || undefined, view: next.fits ? params["view"] : undefined,
       beside: besideText(exchanged(beside, { state: facts.state, of: facts.of }, next)),
     });
   const plane = useMemo(() => planeOf(facts, params), [facts, params["dims"], params["at"]]);
@@ -176,7 +180,7 @@ export type Plane = ReturnType<typeof planeOf>;
 interface PictureProps {
   facts: Facts;
   plane: Plane;
-  common: Record<string, string | undefined>;
+  common: Common;
   marks: Mark[];
   lines: Record<string, string>;
   /** Beside others: what the picture is called, and what moves it with them. */
@@ -197,7 +201,7 @@ function Pictures({ beside, own, ...first }: PictureProps & { beside: Choice[]; 
       <div class="tensor-beside">
         <Picture key="first" {...first} among={{ label, link }} />
         {beside.map((one) => (
-          <Beside key={besideKey(one)} shown={one} label={one.label} first={facts} own={own} link={link} />
+          <Beside key={besideKey(one)} shown={one} label={one.label} first={first} own={own} link={link} />
         ))}
       </div>
       <p class="quiet">The pictures show the same rows and columns. What follows is of {shownName(label)}.</p>
@@ -206,17 +210,15 @@ function Pictures({ beside, own, ...first }: PictureProps & { beside: Choice[]; 
 }
 
 /** The picture of another state. */
-function Beside({ shown, label, first, own, link }: { shown: Shown; label: string; first: Facts; own: string | undefined; link: Link }) {
+function Beside({ shown, label, first, own, link }: { shown: Shown; label: string; first: PictureProps; own: string | undefined; link: Link }) {
   const { api, route } = useExplorer();
   const { params } = route;
-  const common = {
-    name: first.name, state: shown.state === own ? undefined : shown.state, step: params["step"], side: params["side"], of: shown.of || undefined,
-  };
-  const loaded = useLoaded((signal) => api.json<Facts>("tensor", common, signal), [first]);
+  const common = { ...first.common, state: shown.state === own ? undefined : shown.state, of: shown.of || undefined };
+  const loaded = useLoaded((signal) => api.json<Facts>("tensor", common, signal), [first.facts]);
   const lines = useLines({ ...common, ...(api.live ? toldOf(params) : {}) });
   const facts = loaded.value;
   const plane = useMemo(() => facts && planeOf(facts, params), [facts, params["dims"], params["at"]]);
-  const all = planeOf(first, params).size;
+  const all = first.plane.size;
   if (loaded.error) return <Failure error={loaded.error} />;
   if (!facts || !plane) return <div class="tensor-wait quiet">Opening {shownName(label)} …</div>;
   if (facts.numbers === null || plane.size.height !== all.height || plane.size.width !== all.width) {
@@ -323,6 +325,7 @@ function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
       ) : (
         <>
           <HeatMap
+            key={exact} // tiles of samples are not those of everything
             size={size}
             first={first}
             root={root.value}

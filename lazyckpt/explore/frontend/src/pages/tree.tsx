@@ -24,17 +24,20 @@ const SORTS = ["name", "size", "dtype", "norm"] as const;
 export function TreePage() {
   const { api, route } = useExplorer();
   const { state, step, side } = route.params;
-  const loaded = useLoaded(() => loadState(api, { state, step, side }), [state, step, side]);
+  const loaded = useLoaded(async () => {
+    const params = { state, step, side };
+    return { params, tensors: await loadState(api, params) };
+  }, [state, step, side]);
   if (loaded.error) return <Failure error={loaded.error} />;
   if (!loaded.value) return <p class="quiet">Reading names …</p>;
-  return <TreeOf key={`${state} ${step} ${side}`} state={loaded.value} />;
+  const { params, tensors } = loaded.value; // those before, until the new ones are here
+  return <TreeOf key={`${params.state} ${params.step} ${params.side}`} state={tensors} params={params} />;
 }
 
-function TreeOf({ state }: { state: State }) {
+function TreeOf({ state, params }: { state: State; params: Record<"state" | "step" | "side", string | undefined> }) {
   const { api, route, go } = useExplorer();
   const [rowId] = useState(() => newId("row")); // a notebook may show several trees
   const { q = "", sort = "name", open: opened, each = "", at, name } = route.params;
-  const params = { state: route.params["state"], step: route.params["step"], side: route.params["side"] };
   const marks = useLoaded((signal) => loadMarks(api, params, signal), [state]).value;
   const [norms, setNorms] = useState<Norms | null>(() => keptNorms(state));
 
@@ -119,6 +122,10 @@ function TreeOf({ state }: { state: State }) {
     } else if (event.key.length === 1 && /[\w.]/.test(event.key)) {
       const now = Date.now();
       const fresh = now - letters.current.time > 700;
+      if (event.key === ".") {
+        if (fresh) return; // it goes to the next step of a run
+        event.stopPropagation();
+      }
       letters.current = { text: (fresh ? "" : letters.current.text) + event.key.toLowerCase(), time: now };
       const begins = (n: number) => rows[n % rows.length]!.label.toLowerCase().startsWith(letters.current.text);
       for (let n = active + (fresh ? 1 : 0), end = n + rows.length; n < end; n += 1) {

@@ -29,7 +29,7 @@ interface Row {
   mark: string;
 }
 
-const CIVIDIS = colourTable("viridis");
+const VIRIDIS = colourTable("viridis");
 
 /** A grid of a quantity, and the same as a table. */
 export function LayerGrid({ found, quantity, title, python, table, note }: { found: Layers; quantity: string; title: string; python: string | undefined; table?: string | undefined; note?: string }) {
@@ -66,7 +66,7 @@ export function LayerGrid({ found, quantity, title, python, table, note }: { fou
           columnTitle="layer"
           log={!share && !own}
           {...(share ? { range: [0, 1] as [number, number] } : {})}
-          colour={(at) => css(CIVIDIS, at)}
+          colour={(at) => css(VIRIDIS, at)}
           legend={share ? what : own ? "share of the row's largest" : what}
           detail={(row, column) => {
             const layer = layerAt(column);

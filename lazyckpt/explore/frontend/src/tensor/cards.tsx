@@ -332,7 +332,7 @@ function NeighbourCard({ facts, common, part, jump }: Props) {
     (signal) => (asked ? api.json<Nearest>("tensor/neighbours", { ...common, ...asked, count: 50 }, signal) : Promise.resolve(undefined)),
     [facts, asked],
   );
-  const told = useLines({ ...common, row: found.value?.row ?? part.r0 });
+  const told = useLines({ ...common, row: found.value?.row });
   const shown = (token: string | null) => (token === null ? "" : shownName(token));
   return (
     <section aria-label="Nearest rows">

@@ -46,12 +46,3 @@ export const CATEGORIES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 export function categoryColour(n: number): string {
   return CATEGORIES[n % CATEGORIES.length]!;
 }
-
-const DTYPES: Record<string, string> = {
-  f64: "#7f7f7f", f32: "#0072b2", bf16: "#009e73", f16: "#56b4e9", f8_e4m3: "#e69f00", f8_e5m2: "#d55e00", f4x2: "#cc79a7",
-};
-
-/** The colour of a dtype by its short name. */
-export function dtypeColour(short: string): string {
-  return DTYPES[short] ?? (short.startsWith("f8") ? "#e69f00" : "#b3a125");
-}
