@@ -13,33 +13,38 @@ import torch
 
 import lazyckpt
 
-_LAYER = "model.layers.{l}.mlp.up_proj.weight"
+_LAYER = "model.layers.{l}.self_attn.q_norm.weight"  # the only one for which config.json says no shape
 
-CONFIG = {
-    "model_type": "llama",
-    "vocab_size": 40,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-}
+
+def config_of(named: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json of a Qwen 3 of these matrices."""
+    shapes = {name: tuple(t.shape) for name, t in named.items()}
+    words, hidden = shapes.pop("model.embed_tokens.weight")
+    return {
+        "model_type": "qwen3",
+        "vocab_size": words,
+        "hidden_size": hidden,
+        "intermediate_size": next(iter(shapes.values()))[0],
+        "num_hidden_layers": 1 + max(int(name.split(".")[2]) for name in shapes),
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+    }
 
 
 @functools.cache
-def config() -> Path:
-    """A folder with config.json."""
+def _folder(config: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="config-"))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(config)
     return folder
 
 
 def to_gguf(view: Any, dest: Any, **options: Any) -> Any:
-    """Write the matrices of a view, with the names of a Llama."""
+    """Write the matrices of a view, with the names of a Qwen 3."""
     named = view.select("*.w*").rename({first_of(view): "model.embed_tokens.weight", "layers.{l}.w": _LAYER})
-    return named.to_gguf(dest, config=config(), **options)
+    return named.to_gguf(dest, config=_folder(json.dumps(config_of(named))), **options)
 
 
 def first_of(names: Iterable[str]) -> str:
@@ -49,7 +54,7 @@ def first_of(names: Iterable[str]) -> str:
 
 def compared(view: lazyckpt.CheckpointView, truth: Mapping[str, torch.Tensor]) -> None:
     """Compare a file with the matrices that it was written from, those of Q8_0 by their scales."""
-    names = {name: f"blk.{name.split('.')[1]}.ffn_up.weight" for name in truth if ".w" in name}
+    names = {name: f"blk.{name.split('.')[1]}.attn_q_norm.weight" for name in truth if ".w" in name}
     names[first_of(truth)] = "token_embd.weight"
     assert set(view) == set(names.values()) and view.problems == ()
     values = view.dequantize(torch.float32)

@@ -38,8 +38,9 @@ def source(tmp_path: Path) -> Path:
     names = ["model.embed_tokens.weight", *(f"model.layers.{n}.mlp.up_proj.weight" for n in range(7))]
     folder = tmp_path / "source"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(gguf_models.CONFIG))  # which to_gguf needs
-    torch.save({name: torch.randn(16, 32, generator=g) for name in names}, folder / "model.pt")
+    weights = {name: torch.randn(16, 32, generator=g) for name in names}
+    (folder / "config.json").write_text(json.dumps(gguf_models.config_of(weights)))  # which to_gguf needs
+    torch.save(weights, folder / "model.pt")
     return folder / "model.pt"
 
 
