@@ -25,6 +25,7 @@ from .view import CheckpointView
 
 T = TypeVar("T")
 Source = CheckpointView | str | os.PathLike[str]
+_SOON = 1.0  # seconds in which an opening that fails is an error of `serve`
 _OF_ONE = ("tag", "format", "rules", "base")  # options of one checkpoint, which a run does not take
 
 
@@ -98,8 +99,8 @@ def serve(
     max_shard_size: int | str = "5GB",
     **options: Any,
 ) -> Server:
-    """Show a checkpoint, a run, or two checkpoints side by side as a local web page. Returns at once; with ``rename``,
-    ``dtype`` or ``dequantize``, when the checkpoint is open.
+    """Show a checkpoint, a run, or two checkpoints side by side as a local web page. Returns when the checkpoint
+    is open, at the latest after a second; with ``rename``, ``dtype`` or ``dequantize`` always when it is open.
 
     The server is read-only. It listens on this machine's loopback address unless told otherwise, and answers those who
     know the token that `Server.url` has in it. It runs in a thread until `Server.close`, or until the process ends;
@@ -142,9 +143,10 @@ def serve(
     ------
     DataError
         starlette or uvicorn is not installed, the port cannot be used, or options are given for a view, which is open
-        already. Errors of opening are shown by the page.
+        already.
     LazyckptError
-        ``rename``, ``dtype`` or ``dequantize`` do not fit the checkpoint, or it cannot be opened.
+        ``rename``, ``dtype`` or ``dequantize`` do not fit the checkpoint, or it cannot be opened. The page shows
+        errors of an opening that takes longer than a second.
 
     Examples
     --------
@@ -179,9 +181,15 @@ def serve(
     both, files, store = Later(views), Later(folder), Later(lambda: Zarr(both.get()[1]))
     if rename is not None or dtype is not None or dequantize:
         both.get()  # what does not fit the checkpoint is told now, not by an answer
-    return Server(
+    server = Server(
         explorer.get, host=host, port=port, token=token, hosts=hosts, mounts=lambda: routes(files.get, store.get)
     )
+    try:
+        explorer.join(_SOON)
+    except BaseException:
+        server.close()
+        raise
+    return server
 
 
 def _changed(view: CheckpointView, rename: str | None, dtype: torch.dtype | None, dequantize: bool) -> CheckpointView:
@@ -223,12 +231,21 @@ class Later(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
         self._made: T | None = None
         self._error: Exception | None = None
 
     def start(self) -> None:
         """Begin to make it, in a thread."""
-        threading.Thread(target=self._quietly, name="lazyckpt open", daemon=True).start()
+        self._thread = threading.Thread(target=self._quietly, name="lazyckpt open", daemon=True)
+        self._thread.start()
+
+    def join(self, seconds: float) -> None:
+        """Wait at most so long for the thread that `start` began, and raise what making it raised."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        if self._error is not None:
+            raise self._error
 
     def _quietly(self) -> None:
         with suppress(Exception):  # `get` raises it

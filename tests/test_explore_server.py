@@ -217,7 +217,16 @@ def test_answers_are_compressed_and_not_sent_twice(server: Server) -> None:
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_errors_of_opening_are_answers(tmp_path: Path) -> None:
+def test_what_cannot_be_opened_is_not_served(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with pytest.raises(lazyckpt.MissingFileError, match="nothing"):
+        lazyckpt.serve(tmp_path / "nothing")
+    assert threading.active_count() == before
+
+
+def test_errors_of_a_long_opening_are_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lazyckpt.exploring._SOON", 0)
+    monkeypatch.setattr("lazyckpt.exploring.Later.start", lambda self: None)
     with lazyckpt.serve(tmp_path / "nothing") as server:
         answer = httpx.get(f"{base(server)}/t/{server.token}/api/v1/about")
     assert answer.status_code == 404
