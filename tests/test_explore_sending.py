@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from lazyckpt.explore.sending import Room, Shared, Streams, bounded
+from lazyckpt.explore.blocks import Shared
+from lazyckpt.explore.sending import Room, Streams, bounded
 
 from .lanes import rounds
 

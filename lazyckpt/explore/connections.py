@@ -7,15 +7,28 @@ of the answer would use up the server's connections.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import os
+import select
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from .threads import in_threads
 
 if TYPE_CHECKING:
     from .guard import Receive, Scope, Send
+
+ZEROCOPY = "http.response.zerocopysend"
+"""The extension of ASGI by which the system sends bytes of a file."""
 
 CONNECTIONS = 512  # with the files of a checkpoint they stay below the 1,024 that systems usually let a process open
 HEADERS = 256 << 10  # bytes; the name of a tensor may have 10,000 characters, of up to 12 bytes in an address
 _PATIENCE = 20.0  # seconds in which a request has to come, from the first byte of its connection to the last header
 _STALLED = 60.0  # seconds after which a client that takes nothing of its answer is given up
+_AT_ONCE = 2  # connections to which files are sent at the same time
+_STEP = 4 << 20  # bytes that a thread sends before it may serve another connection
+_POLLED = 5  # milliseconds for which a thread waits for a client
 _FULL = f"The server has {CONNECTIONS} connections, and answers no more at the same time. Try again later.\n".encode()
 
 
@@ -43,14 +56,20 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
     stalled
         Seconds after which a client that takes nothing of its answer is given up.
     """
+    from h11 import Data
     from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    threads = ThreadPoolExecutor(_AT_ONCE, "lazyckpt sendfile")
 
     class Connection(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
         _stalled: asyncio.TimerHandle | None = None
+        _writable: asyncio.Future[None] | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            if sys.platform == "linux":
+                self.app = partial(self._extended, self.app)
             if len(self.connections) > 2 * most:
                 transport.abort()
             elif len(self.connections) > most:
@@ -61,6 +80,7 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
             self._unwatch()
             self._moves()
             super().connection_lost(exc)
+            _set(self._writable)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -85,6 +105,53 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
             self._moves()
             super().resume_writing()
 
+        async def _extended(self, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
+            """Answer a request by an application that may let the system send bytes of a file."""
+            scope["extensions"] = {**scope.get("extensions", {}), ZEROCOPY: {}}
+            cycle = self.cycle
+
+            async def sent(message: Any) -> None:
+                if message["type"] != ZEROCOPY:
+                    await send(message)
+                elif not cycle.disconnected:
+                    await self._send_bytes(cycle, message["file"], message["offset"], message["count"])
+
+            await app(scope, receive, sent)
+
+        async def _send_bytes(self, cycle: Any, file: int, offset: int, count: int) -> None:
+            self.transport.set_write_buffer_limits(0)
+            await self.flow.drain()  # the transport buffers nothing that has to be sent before
+            if cycle.disconnected:
+                return
+            self.conn.send_with_data_passthrough(Data(data=cast(bytes, _Counted(count))))
+            out = os.dup(self.transport.get_extra_info("socket").fileno())  # the loop leaves others those of transports
+            try:
+                while count and not cycle.disconnected:
+                    try:
+                        done = await in_threads(threads, partial(_send, out, file, offset, min(count, _STEP)))
+                    except ConnectionError:
+                        self.transport.abort()
+                        return
+                    offset, count = offset + done, count - done
+                    if not done:
+                        await self._until_writable(out)
+            finally:
+                os.close(out)
+                self.transport.set_write_buffer_limits()
+
+        async def _until_writable(self, out: int) -> None:
+            """Wait until the client takes bytes, or is gone. Give it up if it takes none for long."""
+            self._writable = self.loop.create_future()
+            self.loop.add_writer(out, _set, self._writable)
+            try:
+                async with asyncio.timeout(stalled):
+                    await self._writable
+            except TimeoutError:
+                self.transport.abort()
+            finally:
+                self.loop.remove_writer(out)
+                self._writable = None
+
         @property
         def _asked(self) -> bool:
             """Whether a request has come that is not answered yet."""
@@ -105,3 +172,37 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
                 self._stalled = None
 
     return Connection
+
+
+class _Counted:
+    """Stands for bytes that are sent elsewhere, where h11 counts those of a body."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+
+def _set(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)
+
+
+def _send(out: int, file: int, offset: int, count: int) -> int:
+    """Send bytes of a file as long as the client takes them at once; return how many. The system begins to read from
+    the disk what is sent next. Raises EOFError if the file is shorter."""
+    os.posix_fadvise(file, offset, 2 * count, os.POSIX_FADV_WILLNEED)
+    done, waiting = 0, select.poll()
+    waiting.register(out, select.POLLOUT)
+    while done < count:
+        try:
+            sent = os.sendfile(out, file, offset + done, count - done)
+        except BlockingIOError:
+            if not waiting.poll(_POLLED):
+                break
+            continue
+        if not sent:
+            raise EOFError("the file is shorter than it was")
+        done += sent
+    return done

@@ -28,7 +28,8 @@ from .connections import HEADERS, limited
 from .guard import Guard, new_token
 from .packing import VERSION, to_json
 from .query import Cancelled, parameters
-from .sending import Room, bounded, in_threads
+from .sending import Room, bounded
+from .threads import in_threads
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

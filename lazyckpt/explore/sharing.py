@@ -22,7 +22,8 @@ from ..export.writer import check_names
 from ..jobs.parts import Content
 from ..jobs.plan import Layout, Placed
 from ..namespace import Namespace
-from .sending import Shared, Streams
+from .blocks import Shared
+from .sending import Streams
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -75,7 +76,7 @@ class Folder:
         if content is None:
             content = self._contents[name] = Content(planned.layout())
         tag = hashlib.sha256(f"{self._version} {name}".encode()).hexdigest()[:32]
-        return Shared(content.size, tag, "application/octet-stream", content.fill)
+        return Shared(content.size, tag, "application/octet-stream", content.fill, content.stored)
 
 
 class Zarr:
@@ -111,13 +112,14 @@ class Zarr:
             return None
         size, part, read = found
 
-        def fill(begin: int, target: memoryview) -> None:
-            if part is None:
-                target[:] = read()[begin : begin + len(target)]
-            else:
-                Content(Layout(size, (), (Placed(0, part),))).fill(begin, target)
-
         tag = hashlib.sha256(f"{self._store.version} {key}".encode()).hexdigest()[:32]
+        if part is not None:
+            content = Content(Layout(size, (), (Placed(0, part),)))
+            return Shared(size, tag, "application/octet-stream", content.fill, content.stored)
+
+        def fill(begin: int, target: memoryview) -> None:
+            target[:] = read()[begin : begin + len(target)]
+
         return Shared(size, tag, "application/octet-stream", fill)
 
     async def listed(self, prefix: str) -> list[str]:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from ..core.dtypes import dtype_of
 from ..core.merkle import Form, Leaves
 from ..errors import DataError
-from ..io.storage.access import read_pieces
+from ..io.storage.access import read_pieces, stored
+from ..io.storage.base import Stored
 from ..io.storage.uploads import part_size
 from ..lazy import LazyArray, shape_of
 from .passing import Passing, parts_of
@@ -288,6 +289,32 @@ class Content:
                 break
             piece = cut.piece(begin, end)
             _read(piece, target[piece.at : piece.at + piece.nbytes])
+
+    def stored(self, begin: int, end: int, least: int) -> list[tuple[int, Stored]]:
+        """Return which of bytes ``begin`` to ``end`` of the file lie as they are in local files: where the runs of at
+        least ``least`` bytes begin, in order, and where they are. Reads no elements, but raises what reading raises."""
+        found = []
+        for cut in self._cuts[bisect_right(self._cut_ends, begin) :]:
+            if cut.offset >= end:
+                break
+            lo, hi = max(begin, cut.offset), min(end, cut.end)
+            if hi - lo < least:
+                continue
+            piece = cut.piece(lo, hi)
+            at = lo - piece.skip
+            for tensor in piece.tensors:
+                behind = at
+                at += tensor.nbytes
+                runs = tensor._runs() if min(at, hi) - max(behind, lo) >= least else None
+                for path, offset, nbytes in runs or ():
+                    first, last = max(behind, lo), min(behind + nbytes, hi)
+                    source = None
+                    if last - first >= least:
+                        source = stored(tensor.store, path, offset + first - behind, last - first)
+                    if source is not None:
+                        found.append((first, source))
+                    behind += nbytes
+        return found
 
 
 def _read(piece: Piece, target: memoryview) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...core.index import FileInfo
 from ...errors import ChangedFileError, LazyckptError, MissingFileError
-from .base import Guard, Store, changed
+from .base import Guard, Store, Stored, changed
 from .listed import ABSENT, Listed
 
 
@@ -73,6 +73,11 @@ def outside(store: Store, path: str, offset: int) -> tuple[str, str, int]:
     """Return where other programs find bytes of a file: the root, the path and the offset; those in an archive are
     bytes of the archive."""
     return store.outside(path, offset) if isinstance(store, Store) else (store.root, path, offset)
+
+
+def stored(store: Store, path: str, offset: int, length: int) -> Stored | None:
+    """Call `Store.stored`; None for wrappers of stores."""
+    return store.stored(path, offset, length) if isinstance(store, Store) else None
 
 
 def read_pieces(store: Store, path: str, pieces: Sequence[tuple[int, memoryview]]) -> None:

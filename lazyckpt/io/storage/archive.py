@@ -18,7 +18,7 @@ from ...core.requests import Ints, Request
 from ...errors import CorruptError, DataError, MissingFileError
 from ..pool import Fetch, Task
 from .access import guarded
-from .base import Entry, Fetched, Guard, Store, changed, closed_error
+from .base import Entry, Fetched, Guard, Store, Stored, changed, closed_error
 from .cache import BlockCache
 from .held import take
 from .listed import portable
@@ -142,6 +142,10 @@ class ArchiveStore(Store):
         if member.stored is not None:
             raise DataError(f"{self.root}/{path} is compressed in its archive: only lazyckpt finds its bytes")
         return self._inner.outside(self._archive, member.offset + offset)
+
+    def _stored(self, path: str, offset: int, length: int) -> Stored | None:
+        member = self._part(path, offset, length)
+        return None if member.stored is not None else self._inner._stored(self._archive, member.offset + offset, length)
 
     # -- reads
 

@@ -19,6 +19,7 @@ from ...core.index import FileInfo
 from ...core.requests import Ints
 from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
 from ..pool import each, verify_later
+from ..system import File
 from .listed import ABSENT, Listed
 from .mapping import Mapped
 from .prefetch import Ahead
@@ -58,6 +59,25 @@ class Listing(dict[str, Entry]):
 
 # The result of a raw read: the number of bytes, and the file's state at that time (None if the response lacks it).
 Fetched = tuple[int, FileInfo | None]
+
+
+class Stored(NamedTuple):
+    """Bytes of a local file, for calls of the system that send them without copying them here.
+
+    Attributes
+    ----------
+    file
+        The open file.
+    offset, nbytes
+        Where the bytes are in it.
+    confirm
+        Raises ChangedFileError if the file is not the one that was indexed. Call it after the bytes were sent.
+    """
+
+    file: File
+    offset: int
+    nbytes: int
+    confirm: Callable[[], None]
 
 
 class Guard(Protocol):
@@ -398,6 +418,17 @@ class Store(ABC):
     def private(self, path: str) -> Buffer | None:
         """Map the file privately for the caller, who may write to the memory (never to the file); return None as `map`
         does. Access after the file was truncated raises ChangedFileError."""
+        return None
+
+    def stored(self, path: str, offset: int, length: int) -> Stored | None:
+        """Return where bytes of a file are in an open local file; None if they are not in one as they are, or if its
+        file system is behind a network. Raises what `read` raises before it reads."""
+        if self.guards:
+            self.check(path, offset, length)
+        return self._stored(path, offset, length)
+
+    def _stored(self, path: str, offset: int, length: int) -> Stored | None:
+        """Return the same as `stored`, without the check of a guard."""
         return None
 
     def outside(self, path: str, offset: int) -> tuple[str, str, int]:

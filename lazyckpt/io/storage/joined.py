@@ -12,7 +12,7 @@ from typing import Any
 from ...core.index import FileInfo
 from ...errors import MissingFileError
 from .access import narrow
-from .base import Buffer, Entry, Fetched, Store
+from .base import Buffer, Entry, Fetched, Store, Stored
 from .mapping import Mapped
 
 
@@ -92,6 +92,10 @@ class Joined(Store):
     def private(self, path: str) -> Buffer | None:
         store, rest = self._split(path)
         return store.private(rest)
+
+    def _stored(self, path: str, offset: int, length: int) -> Stored | None:
+        store, rest = self._split(path)
+        return store.stored(rest, offset, length)
 
     def outside(self, path: str, offset: int) -> tuple[str, str, int]:
         store, rest = self._split(path)

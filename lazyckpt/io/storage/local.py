@@ -32,7 +32,7 @@ from ...core.requests import Ints
 from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
 from ..system import File, after_fork, open_files
 from .access import guarded
-from .base import Entry, Fetched, Guard, Listing, Store, closed_error
+from .base import Entry, Fetched, Guard, Listing, Store, Stored, closed_error
 from .held import Held, kept, take
 from .listed import portable
 from .mapping import Mapped, map_file
@@ -260,6 +260,17 @@ class LocalStore(Store):
                 raise ChangedFileError(_GONE.format(self._full(path)))
             mapped.state = s.st_ctime_ns
         mapped.confirm(now)
+
+    def _stored(self, path: str, offset: int, length: int) -> Stored | None:
+        if self.gap:
+            return None
+        file = self._open(path)
+
+        def confirm() -> None:
+            self._judge(path, 0, 0, 0, self._info(path, self._status(path, file)))
+
+        confirm()
+        return Stored(file, offset, length, confirm)
 
     def private(self, path: str) -> memoryview | None:
         if not self.maps_files:

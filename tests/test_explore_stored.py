@@ -1,0 +1,158 @@
+"""Bytes that lie in local files as they are: the system sends them, and no whole answer has those of a changed file."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+import tarfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+import lazyckpt
+from lazyckpt.explore import sending
+from lazyckpt.explore.server import Server
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux sends files without copies")
+MIB = 1 << 20
+
+
+class Sent:
+    """What the system was asked to send, and how much it did."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nbytes = 0
+        self._send = os.sendfile
+        monkeypatch.setattr(os, "sendfile", self)
+
+    def __call__(self, *args: Any) -> int:
+        done = self._send(*args)
+        self.nbytes += done
+        return done
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    return Sent(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tensors that lie in the file as they are, between one that is transposed, an empty one, and small ones."""
+    path = tmp_path_factory.mktemp("stored") / "model.pt"
+    values = torch.arange(5 * MIB // 4, dtype=torch.int32)
+    tensors = {"a": values, "b": values[: MIB // 2].reshape(512, 1024).t(), "c": torch.zeros(0), "d": values[:9]}
+    torch.save({**tensors, "e": values.flip(0), "f": torch.ones(3)}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path) -> bytes:
+    lazyckpt.open(source).to_safetensors(source.parent / "out", progress=False)
+    return (source.parent / "out" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def server(source: Path) -> Iterator[Server]:
+    with lazyckpt.serve(source) as running:
+        yield running
+
+
+def url(server: Server) -> str:
+    return f"{server.address}hf/model.safetensors"
+
+
+def test_stored_bytes_are_sent_by_the_system(server: Server, converted: bytes, sent: Sent) -> None:
+    assert httpx.get(url(server)).content == converted
+    assert 9 * MIB < sent.nbytes < len(converted)
+
+
+def test_ranges_begin_and_end_anywhere(
+    server: Server, converted: bytes, sent: Sent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "_LEAST", 100)
+    monkeypatch.setattr(sending, "_AHEAD", 3 * MIB)
+    monkeypatch.setattr(sending, "_PIECE", 4096)
+
+    def read(seed: int) -> None:
+        chosen = random.Random(seed)
+        with httpx.Client() as client:
+            for _ in range(10):
+                begin = chosen.choice((0, 1, chosen.randrange(len(converted))))
+                end = min(len(converted), begin + chosen.choice((1, 4095, 4097, 100_000, 4 * MIB, 1 << 40)))
+                answer = client.get(url(server), headers={"Range": f"bytes={begin}-{end - 1}"})
+                assert answer.content == converted[begin:end]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(read, range(8)))
+    assert sent.nbytes > MIB
+
+
+def test_slow_clients_and_clients_that_leave(server: Server, converted: bytes) -> None:
+    """Many more than there are threads."""
+    about = f"GET /t/{server.token}/hf/model.safetensors HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+    descriptors = len(os.listdir("/proc/self/fd"))
+    some: list[socket.socket] = []
+    for _ in range(20):
+        one = socket.socket()
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.connect(("127.0.0.1", server.port))
+        one.sendall(about.encode())
+        some.append(one)
+    assert httpx.get(url(server), timeout=60).content == converted  # they do not stop the others
+    for one in some[::2]:
+        one.close()
+    for one in some[1::2][:2]:
+        found = bytearray()
+        while data := one.recv(MIB):
+            found += data
+        assert bytes(found).partition(b"\r\n\r\n")[2] == converted
+    for one in some[1::2]:
+        one.close()
+    for _ in range(200):
+        if len(os.listdir("/proc/self/fd")) <= descriptors + 4:
+            break
+        httpx.get(f"{server.address}hf/config.json")
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 4
+
+
+def test_a_zarr_chunk_is_sent_by_the_system(server: Server, source: Path, sent: Sent) -> None:
+    values = torch.load(source)["a"].numpy()
+    answer = httpx.get(f"{server.address}zarr/weights/a/c/0")
+    assert answer.status_code == 200
+    assert np.array_equal(np.frombuffer(answer.content, np.int32), values[: len(answer.content) // 4])
+    assert sent.nbytes > MIB
+
+
+def test_a_member_of_an_archive_is_sent_by_the_system(source: Path, converted: bytes, sent: Sent) -> None:
+    packed = source.parent / "run.tar"
+    with tarfile.open(packed, "w") as archive:
+        archive.add(source, "run/model.pt")
+    with lazyckpt.serve(packed) as server:
+        assert httpx.get(url(server)).content == converted
+    assert sent.nbytes > 9 * MIB
+
+
+@pytest.mark.parametrize("fault", ["written", "shorter"])
+def test_no_whole_answer_has_bytes_of_a_changed_file(tmp_path: Path, fault: str) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"w": torch.zeros(24 * MIB, dtype=torch.uint8)}, path)
+    with lazyckpt.serve(path) as server, httpx.stream("GET", url(server), timeout=20) as answer:
+        pieces = answer.iter_raw(MIB)
+        next(pieces)
+        with open(path, "r+b") as file:
+            if fault == "shorter":
+                file.truncate(2 * MIB)
+            else:
+                file.seek(20 * MIB)
+                file.write(b"1" * MIB)
+        with pytest.raises(httpx.RemoteProtocolError, match=r"incomplete|peer closed"):
+            list(pieces)
