@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -139,6 +140,16 @@ def test_a_member_of_an_archive_is_sent_by_the_system(source: Path, converted: b
     with lazyckpt.serve(packed) as server:
         assert httpx.get(url(server)).content == converted
     assert sent.nbytes > 9 * MIB
+
+
+def test_files_that_the_system_cannot_send_are_read(
+    server: Server, converted: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*args: Any) -> int:
+        raise OSError(errno.EINVAL, "no such call for this file system")
+
+    monkeypatch.setattr(os, "sendfile", refused)
+    assert httpx.get(url(server)).content == converted
 
 
 @pytest.mark.parametrize("fault", ["written", "shorter"])

@@ -7,6 +7,7 @@ of the answer would use up the server's connections.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import sys
@@ -28,7 +29,9 @@ _PATIENCE = 20.0  # seconds in which a request has to come, from the first byte 
 _STALLED = 60.0  # seconds after which a client that takes nothing of its answer is given up
 _AT_ONCE = 2  # connections to which files are sent at the same time
 _STEP = 4 << 20  # bytes that a thread sends before it may serve another connection
+_READ = 1 << 20  # bytes that are read at a time from file systems whose files the system does not send
 _POLLED = 5  # milliseconds for which a thread waits for a client
+_NOT_SENT = frozenset((errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP))
 _FULL = f"The server has {CONNECTIONS} connections, and answers no more at the same time. Try again later.\n".encode()
 
 
@@ -197,7 +200,7 @@ def _send(out: int, file: int, offset: int, count: int) -> int:
     waiting.register(out, select.POLLOUT)
     while done < count:
         try:
-            sent = os.sendfile(out, file, offset + done, count - done)
+            sent = _sent(out, file, offset + done, count - done)
         except BlockingIOError:
             if not waiting.poll(_POLLED):
                 break
@@ -206,3 +209,13 @@ def _send(out: int, file: int, offset: int, count: int) -> int:
             raise EOFError("the file is shorter than it was")
         done += sent
     return done
+
+
+def _sent(out: int, file: int, offset: int, count: int) -> int:
+    """Send bytes of a file and return how many the connection takes now; 0 at the end of the file."""
+    try:
+        return os.sendfile(out, file, offset, count)
+    except OSError as e:
+        if e.errno not in _NOT_SENT:
+            raise
+        return os.write(out, os.pread(file, min(count, _READ), offset))
