@@ -124,7 +124,7 @@ def test_only_the_wanted_steps_and_bytes_are_read(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_opening_reads_no_checkpoint_and_one_step_opens_one(tmp_path: Path) -> None:
     saved(tmp_path, tuple(range(1, 301)))
-    with mock.patch("lazyckpt.runs.view.CheckpointView", side_effect=lazyckpt.CheckpointView) as opened:
+    with mock.patch("lazyckpt.runs.line.CheckpointView", side_effect=lazyckpt.CheckpointView) as opened:
         run = lazyckpt.open_run(tmp_path)
         assert opened.call_count == 0
         run.at(7)
