@@ -22,7 +22,7 @@ from ...io.containers.pickle.records import Opaque
 from ...io.plain_json import OnDemand
 from ...io.storage.base import Store
 from ...layouts.tables import pattern
-from ..dcp.metadata import Item
+from ..dcp.items import Item
 from ..dcp.objects import Objects
 from ..shared.inner_pickle import array_in, inner_pickle
 

@@ -23,7 +23,7 @@ from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, 
 from ..codecs import decode, unpack_zstd
 from ..containers.pickle.rebuild import StoredTensor
 from ..containers.torch_file import Pickles, ends, read_torch_file
-from ..containers.zip import data_offset
+from ..containers.zip_offsets import data_offset
 from ..pool import checked, each, inline
 from ..storage.access import look
 from ..storage.base import Buffer, Store
