@@ -30,7 +30,7 @@ from .core.select import Selection
 from .core.specs import Fragment, TensorSpec
 from .core.units import plural
 from .errors import DataError, LazyckptError, SelectionError, and_more, printable
-from .io.pool import Task, run, run_here
+from .io.pool import run, run_here
 from .io.reading.compute import read, tasks
 from .io.reading.device import Ring, ring
 from .io.reading.forecast import Forecast, forecast, planned_unread
@@ -42,6 +42,7 @@ from .io.storage.access import check, narrow
 from .io.storage.base import Buffer, Store
 from .io.storage.joined import Joined, stores_of
 from .io.storage.remote import Remote
+from .io.tasks import Task
 from .io.tensors import empty
 from .likeness import Likeness
 

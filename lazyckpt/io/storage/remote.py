@@ -16,7 +16,8 @@ import numpy as np
 from ...core.index import FileInfo
 from ...core.requests import GAP, Ints, Policy, Request
 from ...errors import LazyckptError
-from ..pool import Fetch, Task, each, run
+from ..pool import each, run
+from ..tasks import Fetch, Task
 from .base import Store
 from .cache import BlockCache
 from .held import Held, kept, take
