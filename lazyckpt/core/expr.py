@@ -425,9 +425,6 @@ def relocated(spec: TensorSpec, folder: str) -> TensorSpec:
     return replace(spec, fragments=tuple(replace(f, extent=from_folder(folder, f.extent)) for f in spec.fragments))
 
 
-# -- What operations need: indices along an axis, and the dtype to compute in.
-
-
 def indices(axis: Axis) -> NDArray[np.int64]:
     """Return the indices of an axis as an array.
 

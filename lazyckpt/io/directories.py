@@ -1,4 +1,4 @@
-"""Directories whose entries are accessed without following links. Systems without such calls get checks before each access."""
+"""Open directories, whose entries are accessed without following links."""
 
 from __future__ import annotations
 
