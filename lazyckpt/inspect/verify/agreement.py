@@ -21,7 +21,8 @@ from ...jobs.batching import Task
 from ...jobs.executor import OVERHEAD, Run
 from ...jobs.progress import Bar
 from ...lazy import LazyArray, read_together, shape_of
-from ..report import Finding, Severity
+from ..codes import Severity
+from ..report import Finding
 from .sweep import Target
 
 if TYPE_CHECKING:
