@@ -20,7 +20,8 @@ from ...io.storage.joined import stores_of
 from ...jobs.batching import Task
 from ...jobs.executor import OVERHEAD, Run
 from ...jobs.progress import Bar
-from ...lazy import LazyArray, read_together, shape_of
+from ...jobs.together import read_together
+from ...lazy import LazyArray, shape_of
 from ..codes import Severity
 from ..report import Finding
 from .sweep import Target
