@@ -374,7 +374,7 @@ def test_a_change_of_one_of_several_files_is_seen(tmp_path: Path, change: str, k
 
 def test_a_slice_over_all_chunks_makes_the_strips_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of many chunks is planned as a whole after several slices, or one that needs all of it anyway."""
-    monkeypatch.setattr("lazyckpt.lazy._PLANNED", 4)
+    monkeypatch.setattr("lazyckpt.io.reading.slices._PLANNED", 4)
     archives(tmp_path / "dcp", 30, 1, torch.float32)
     t = lazyckpt.open(tmp_path / "dcp", cache=False)["w"]
     planned = plans(monkeypatch)
