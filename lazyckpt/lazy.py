@@ -12,36 +12,36 @@ The contract, which one suite of tests checks on every format (tests/contract.py
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
-from math import ceil, prod
+from contextlib import suppress
+from math import prod
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 
-from .core.box import Box, Shape, c_strides, is_run, tiles
+from .core.box import Box, Shape, c_strides, tiles
 from .core.compose import held, inside
 from .core.copies import Copy
 from .core.dtypes import check_converts, dtype_of
 from .core.expr import cast, formula, leaves, wanted
-from .core.extents import Chunk, Extent, Hole, Packed
+from .core.extents import Extent, Packed
 from .core.fragments import fragments_of
 from .core.select import Selection
 from .core.specs import Fragment, TensorSpec
-from .core.units import plural
-from .errors import DataError, LazyckptError, SelectionError, and_more, printable
-from .io.pool import Task, run, run_here
+from .errors import DataError, LazyckptError, SelectionError, printable
+from .io.pool import run, run_here
 from .io.reading.compute import read, tasks
+from .io.reading.cost import Cost
 from .io.reading.device import Ring, ring
 from .io.reading.forecast import Forecast, forecast, planned_unread
-from .io.reading.gather import Range, Run, agree, finish, plan, plan_unread, ranges, run_tasks, runs
+from .io.reading.gather import Run, agree, finish, plan, run_tasks, runs
 from .io.reading.mosaic import Mosaic
-from .io.reading.packed import locate
-from .io.reading.window import CLONABLE, Window
+from .io.reading.slices import plain_run, planned_apart, weight_of, window_of
+from .io.reading.window import Window
 from .io.storage.access import check, narrow
 from .io.storage.base import Buffer, Store
 from .io.storage.joined import Joined, stores_of
 from .io.storage.remote import Remote
+from .io.tasks import Task
 from .io.tensors import empty
 from .likeness import Likeness
 
@@ -52,51 +52,7 @@ else:
 
 A = TypeVar("A", bound="LazyArray")
 _MOST = 1 << 48  # bytes up to which a tensor is cut into pieces
-_PLANNED = 64  # fragments for each slice that is planned by itself before a plan of all is kept
 _REPLICAS = 4 << 20  # bytes of a tensor whose copies are compared at a time
-_TOGETHER = 32 << 20  # bytes that are read before several tensors need them
-
-
-@dataclass(slots=True)
-class Cost:
-    """The cost of a read: ``places``, a line for each range; ``paths`` of the files; ``nbytes`` in all; ``requests`` to
-    a server, None for local files."""
-
-    places: list[str] = field(default_factory=list)
-    paths: set[str] = field(default_factory=set)
-    nbytes: int = 0
-    requests: int | None = None
-    whole: set[Any] = field(default_factory=set)
-    """The packed chunks of known sizes that are counted in ``nbytes``."""
-
-    def add(self, copy: Copy, found: Range) -> None:
-        """Add a range that a copy reads."""
-        path, start, length, count, in_all = found
-        self.paths.add(path)
-        within = copy.extent.within
-        if within is not None:
-            line = f"{path}: {length * count:,} bytes within {within}"
-            if isinstance(within, Chunk) and within.codecs and within.window and not within.shards:
-                size = within.window[1]  # read and unpacked from its beginning
-                self.nbytes += 0 if within.key in self.whole else size
-                self.whole.add(within.key)
-                line += f", which is read and unpacked as a whole ({size:,} bytes)"
-            else:
-                self.nbytes += in_all
-            self.places.append(line)
-            return
-        self.nbytes += in_all
-        times = and_more(count - 1, "runs of that length", start=" and ")
-        times += ", with what lies between" if in_all > length * count else ""
-        self.places.append(f"{path}: bytes {start:,} to {start + length:,} ({length:,}){times}")
-
-    @property
-    def summary(self) -> str:
-        """The number of ranges, of files and of bytes, as text."""
-        ranges = f"{len(self.places)} range{'s' if len(self.places) != 1 else ''}"
-        files = f"{len(self.paths)} file{'s' if len(self.paths) != 1 else ''}"
-        asked = "" if self.requests is None else f" in {plural(self.requests, 'request')}"
-        return f"{ranges} in {files} ({self.nbytes:,} bytes read{asked})"
 
 
 def cost_of(t: LazyArray) -> Cost:
@@ -112,7 +68,7 @@ def requests_of(tensors: Iterable[LazyArray]) -> Forecast | None:
         if isinstance(t.store, Remote) and not t.store.maps_files:
             _, copies = plans.setdefault(id(t.store), (t.store, []))
             with suppress(LazyckptError):
-                copies.extend(t._copies(t.store))
+                copies.extend(planned_unread(t.store, t.spec, t._sel.reads().want))
     found = [forecast(store, copies) for store, copies in plans.values()]
     return Forecast(*map(sum, zip(*found, strict=True))) if found else None
 
@@ -256,18 +212,8 @@ class LazyArray(Likeness):
         """Return the cost of reading a selection. Reads nothing, but raises the errors that reading would raise."""
         cost = Cost()
         for one, part in self._needed(selection):
-            nbytes = cost.nbytes
-            for copy, found in ranges(one._store, plan(one._store, one.spec, part.reads().want)):
-                cost.add(copy, found)
-            if isinstance(one._store, Remote) and not one._store.maps_files:
-                asked, fetched = forecast(one._store, one._copies(one._store, part))
-                cost.requests, cost.nbytes = (cost.requests or 0) + asked, nbytes + fetched
+            cost.add(one._store, one.spec, part.reads().want)
         return cost
-
-    def _copies(self, store: Remote, selection: Selection | None = None) -> Sequence[Copy]:
-        """Plan a read of this tensor, or of a selection. Reads nothing, but raises the errors that reading would
-        raise."""
-        return planned_unread(store, self.spec, (selection or self._sel).reads().want)
 
     def replicas_agree(self) -> bool:
         """Compare all copies of the same elements in the checkpoint, byte for byte.
@@ -605,26 +551,7 @@ class LazyArray(Likeness):
     @property
     def _plain(self) -> Extent | None:
         """The extent, if the tensor is one contiguous run of raw bytes of one file."""
-        spec = self.spec
-        if self._selection is not None or spec.expr is not None:
-            return None
-        fragments = spec.fragments
-        fragment = fragments[0] if type(fragments) is tuple and len(fragments) == 1 else fragments_of(fragments).only()
-        if fragment is None:
-            return None
-        extent = fragment.extent
-        if (
-            fragment.parts is not None
-            or fragment.axes is not None
-            or isinstance(extent, Hole)
-            or extent.dtype is not spec.dtype
-        ):
-            return None
-        if fragment.span not in (None, (0, spec.numel)) or fragment.local_shape != spec.shape:
-            return None
-        if isinstance(extent, Packed):  # callers are about to read, so locating the bytes is no extra work
-            extent = locate(self._store, extent, spec.name)
-        return extent if extent.raw and is_run(extent.shape, extent.strides) else None
+        return None if self._selection is not None else plain_run(self._store, self.spec)
 
     def _found_window(self, key: Any) -> Window | Mosaic | None:
         """Return what small slices are read through, None if there is nothing yet or never. Keep it."""
@@ -633,71 +560,16 @@ class LazyArray(Likeness):
         ):  # most tensors are read once and whole: do not map their files for that
             self._slices = 1
             return None
-        most = len(self.spec.fragments) // _PLANNED
-        self._slices += 1 + ceil(most * _share(key, self.spec.shape)) if most else 1
-        if self._slices <= most:
+        self._slices += weight_of(key, self.spec)
+        if self._slices <= planned_apart(self.spec):
             return None
-        self._window = self._find_window()
+        self._window = None if self._selection is not None else window_of(self._store, self.spec)
         return self._window
-
-    def _find_window(self) -> Window | Mosaic | None:
-        """Return the window or the mosaic that small slices are read through; None for tensors without."""
-        spec, store = self.spec, self._store
-        if self._selection is not None or not spec.numel or not isinstance(store, Store) or not store.maps_files:
-            return None
-        if spec.expr is not None:
-            return None
-        fragments = fragments_of(spec.fragments)
-        try:
-            extent = None if fragments.packed() and len(fragments) > 1 else self._plain
-            if extent is None or extent.offset % extent.dtype.itemsize:
-                return Mosaic.of(store, spec, plan_unread(store, spec))
-        except LazyckptError:  # slices may not need what is missing
-            return None
-        if extent.dtype not in CLONABLE:
-            return None
-        check(store, extent.path, extent.offset, spec.nbytes)
-        return Window(store, extent.path, extent.offset, extent.dtype.torch, spec.shape)
-
-
-@contextmanager
-def read_together(tensors: Iterable[LazyArray]) -> Iterator[None]:
-    """Read what several tensors behind a network need with joined requests, and keep the bytes for the reads of this
-    thread within the context. Other tensors, and those that are no runs of bytes, are read as without it."""
-    found: dict[Store, dict[str, list[Run]]] = {}
-    count = size = 0
-    for t in tensors:
-        if not (isinstance(t, LazyArray) and isinstance(t.store, Store) and t.store.joins and t.nbytes <= _TOGETHER):
-            continue
-        with suppress(LazyckptError):  # what reads it reports it
-            for one in t._runs() or ():
-                found.setdefault(t.store, {}).setdefault(one.path, []).append(one)
-                count, size = count + 1, size + one.nbytes
-    with ExitStack() as until:
-        for store, files in found.items() if count > 1 and size <= _TOGETHER else ():
-            runs_of = {path: sorted({(one.offset, one.nbytes) for one in own}) for path, own in files.items()}
-            columns = {path: np.array(own, np.int64).T for path, own in runs_of.items()}
-            until.enter_context(store.holding({path: (own[0], own[1]) for path, own in columns.items()}))
-        yield
 
 
 def shape_of(tensor: LazyArray) -> Shape:
     """Return `LazyArray.shape` as a plain tuple, without torch."""
     return tensor.spec.shape if tensor._selection is None else tensor._selection.shape
-
-
-def _share(key: Any, shape: Shape) -> float:
-    """Return about which part of the rows a key spans."""
-    first = key[0] if type(key) is tuple and key else key
-    if isinstance(first, int) or not shape or not shape[0]:
-        return 0.0
-    if not isinstance(first, slice):
-        return min(1.0, len(first) / shape[0]) if isinstance(first, list | np.ndarray) else 1.0
-    try:
-        rows = range(*first.indices(shape[0]))
-    except (TypeError, ValueError):  # the key is refused later
-        return 0.0
-    return (abs(rows[-1] - rows[0]) + 1) / shape[0] if rows else 0.0
 
 
 class _Deferred(Generic[A]):

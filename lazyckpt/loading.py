@@ -21,11 +21,12 @@ from .core.specs import Place
 from .errors import DataError, some
 from .formats.shared.wrappers import own_names
 from .io.memory import many_objects
-from .io.pool import Task, run
+from .io.pool import run
 from .io.reading.arenas import Plain, plain, plain_tasks
 from .io.reading.device import Ring, ring
 from .io.reading.packed import locate_all
 from .io.storage.base import Store
+from .io.tasks import Task
 from .io.tensors import empty
 from .jobs.progress import Bar
 from .layouts.placements import Cut, Layout, MeshPlacement, Same, Summand

@@ -13,7 +13,8 @@ from .core.placement import Division
 from .core.specs import Specs, TensorSpec, renamed, some_of
 from .errors import DataError
 from .layouts.ranks import division_of, mesh_of
-from .namespace import STORED, Namespace
+from .lookup import STORED
+from .namespace import Namespace
 
 if TYPE_CHECKING:
     import torch

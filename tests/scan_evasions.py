@@ -160,7 +160,6 @@ BODIES: dict[str, Payload] = {
     "a legacy file in bytes": lambda m: call(_LOAD, raw_bytes(_legacy(_without_protocol(m)))),
     "bytes in bytes": lambda m: call(_LOAD, raw_bytes(b"N0" + call(_LOAD, raw_bytes(_without_protocol(m))) + b".")),
 }
-NEEDS_TORCH = ("bytes", "a text", "a long text", "a legacy", "a class of torch")
 
 PICKLES: dict[str, Payload] = {
     name: (lambda m, body=body: program(body(m)))

@@ -28,9 +28,10 @@ from lazyckpt.core.requests import Policy
 from lazyckpt.formats import archives, opening
 from lazyckpt.formats.archives import locate, opened_archive
 from lazyckpt.io.containers.tar import read_tar
-from lazyckpt.io.pool import Fetch, run
+from lazyckpt.io.pool import run
 from lazyckpt.io.storage.remote import Remote
 from lazyckpt.io.storage.streams import StoreFile
+from lazyckpt.io.tasks import Fetch
 from lazyckpt.testing.remote import Served
 
 from .fuzz.targets.sources import equal, golden

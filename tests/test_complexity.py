@@ -22,7 +22,9 @@ import lazyckpt
 from lazyckpt import CheckpointView
 from lazyckpt.core.names import Names
 from lazyckpt.inspect.table import Table
-from lazyckpt.io.containers.zip import Records, data_offsets, read_zip
+from lazyckpt.io.containers.zip import read_zip
+from lazyckpt.io.containers.zip_columns import Records
+from lazyckpt.io.containers.zip_offsets import data_offsets
 from lazyckpt.io.storage.local import LocalStore
 from lazyckpt.io.storage.streams import StoreFile
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 import lazyckpt
 from lazyckpt.core.extents import Archive, Hole
 from lazyckpt.formats.dcp.chunks import ChunkFragments, in_chunks
-from lazyckpt.formats.dcp.metadata import Item
+from lazyckpt.formats.dcp.items import Item
 from lazyckpt.testing import contract
 from lazyckpt.testing.contract import Check
 from lazyckpt.testing.counting import opened

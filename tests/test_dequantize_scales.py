@@ -41,12 +41,6 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def copy_of(case: str, to: Path) -> Path:
-    shutil.copytree(GOLDEN / case, to)
-    (to / "truth.safetensors").rename(to.parent / "truth.safetensors")
-    return to
-
-
 def tensors_of(case: str) -> dict[str, torch.Tensor]:
     return {name: t for path in sorted((GOLDEN / case).glob("model-*")) for name, t in load_file(path).items()}
 

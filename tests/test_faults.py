@@ -13,7 +13,8 @@ import pytest
 
 import lazyckpt
 from lazyckpt.errors import PROBLEM_CODES
-from lazyckpt.inspect.report import FINDING_CODES, Finding
+from lazyckpt.inspect.codes import FINDING_CODES
+from lazyckpt.inspect.report import Finding
 
 from .faults import FAULTS, Fault, page
 from .faults.fault import FAILS

@@ -30,7 +30,7 @@ from lazyckpt.core.plan import plan
 from lazyckpt.core.specs import Fragment, TensorSpec
 from lazyckpt.errors import LazyckptError
 from lazyckpt.formats.dcp.chunks import in_chunks
-from lazyckpt.formats.dcp.metadata import Item
+from lazyckpt.formats.dcp.items import Item
 from lazyckpt.formats.megatron.stacks import regridded
 from lazyckpt.formats.ranks.fragments import MeshFragments, Team
 from lazyckpt.formats.shared.flat import FlatFragments, Partition

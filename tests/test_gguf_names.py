@@ -15,7 +15,7 @@ from lazyckpt.testing import opened
 from lazyckpt.testing.oracle import indexed, keys, same
 
 gguf = pytest.importorskip("gguf")
-need_transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from .writers import gguf_files  # noqa: E402
 

@@ -30,7 +30,7 @@ from lazyckpt.formats import opening, registry
 from lazyckpt.formats.cache import folder, state
 from lazyckpt.formats.cache.opening import kept
 from lazyckpt.formats.reader import Reader, Source
-from lazyckpt.io.system import Directory
+from lazyckpt.io.directories import Directory
 
 from . import recordings
 from .conftest import Checkpoints

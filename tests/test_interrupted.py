@@ -16,8 +16,10 @@ from safetensors.torch import save, save_file
 
 import lazyckpt
 from lazyckpt.io import pool
+from lazyckpt.io.cancelling import pause
 from lazyckpt.io.storage import uploads
 from lazyckpt.io.storage.uploads import uploads_of
+from lazyckpt.io.tasks import Task
 
 from .servers.fixtures import Cloud, s3
 
@@ -55,7 +57,7 @@ def interrupted(do: Callable[[], object], when: Callable[[], bool]) -> float:
 
 
 @pytest.mark.parametrize("run", [pool.run, lambda tasks: pool.each(lambda task: task[1](), list(tasks))])
-def test_a_signal_that_another_thread_was_handed(run: Callable[[list[pool.Task]], None]) -> None:
+def test_a_signal_that_another_thread_was_handed(run: Callable[[list[Task]], None]) -> None:
     """The main thread, which alone raises KeyboardInterrupt, is not woken then."""
 
     def press() -> None:
@@ -64,7 +66,7 @@ def test_a_signal_that_another_thread_was_handed(run: Callable[[list[pool.Task]]
 
     def task() -> None:
         for _ in range(300):
-            pool.pause(0.1)
+            pause(0.1)
 
     threading.Thread(target=press, daemon=True).start()
     begun = time.monotonic()

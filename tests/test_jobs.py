@@ -88,10 +88,6 @@ def _fails(n: int) -> None:
     raise ValueError(f"task {n}")
 
 
-def _dies() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("executor", [None, ThreadPoolExecutor(3)], ids=["own", "threads"])
 def test_results_come_with_their_tasks(executor: Executor | None) -> None:
     found: dict[int, int] = {}

@@ -21,6 +21,7 @@ from lazyckpt.core.specs import TensorSpec
 from lazyckpt.export import dcp
 from lazyckpt.io.reading.gather import read
 from lazyckpt.io.reading.mosaic import Mosaic
+from lazyckpt.io.reading.slices import window_of
 from lazyckpt.io.reading.window import Window
 from lazyckpt.io.storage.base import Store
 from lazyckpt.io.storage.local import LocalStore, _vectors
@@ -279,11 +280,12 @@ def test_elements_that_are_not_aligned(
         for name in ("ONE_CALL", "_THREADS", "_SHORT", "_JOINED"):
             monkeypatch.setattr(f"lazyckpt.io.reading.rows.{name}", 0)
     whole = archives(tmp_path / "dcp", chunks, files, dtype)
-    if isinstance(lazyckpt.open(tmp_path / "dcp", cache=False)["w"]._find_window(), Window):  # it is aligned
+    t = lazyckpt.open(tmp_path / "dcp", cache=False)["w"]
+    if isinstance(window_of(t.store, t.spec), Window):  # it is aligned
         move(tmp_path / "dcp" / "__0_0.distcp")
     t = lazyckpt.open(tmp_path / "dcp", cache=False)["w"]
     t[...]
-    mosaic = t._find_window()
+    mosaic = window_of(t.store, t.spec)
     assert isinstance(mosaic, Mosaic)
     starts = mosaic._firsts[:-1]
     strips = [mosaic._strip(n, 0, 90)[2] for n in range(len(starts))]
@@ -372,7 +374,7 @@ def test_a_change_of_one_of_several_files_is_seen(tmp_path: Path, change: str, k
 
 def test_a_slice_over_all_chunks_makes_the_strips_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of many chunks is planned as a whole after several slices, or one that needs all of it anyway."""
-    monkeypatch.setattr("lazyckpt.lazy._PLANNED", 4)
+    monkeypatch.setattr("lazyckpt.io.reading.slices._PLANNED", 4)
     archives(tmp_path / "dcp", 30, 1, torch.float32)
     t = lazyckpt.open(tmp_path / "dcp", cache=False)["w"]
     planned = plans(monkeypatch)

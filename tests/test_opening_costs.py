@@ -27,7 +27,7 @@ from lazyckpt.core.names import Names
 from lazyckpt.errors import LazyckptError, MissingFileError
 from lazyckpt.formats.reader import Source
 from lazyckpt.formats.registry import read_index
-from lazyckpt.io.containers import safetensors, zip, zip_directory
+from lazyckpt.io.containers import safetensors, zip_columns, zip_directory
 from lazyckpt.io.containers.pickle import machine
 from lazyckpt.io.containers.pickle.memo import Items
 from lazyckpt.io.containers.pickle.rebuild import REBUILD, StoredTensor, persistent_storage
@@ -179,7 +179,7 @@ def directory(data: bytes, path: Path) -> Any:
     path.write_bytes(data)
     file = StoreFile(LocalStore(str(path.parent)), path.name)
     try:
-        start, records, order, at = zip.read_columns(file)
+        start, records, order, at = zip_columns.read_columns(file)
     except LazyckptError as e:
         return str(e)
     columns = [c.tolist() for c in records[1:]]
@@ -196,7 +196,7 @@ def test_columns_of_a_zip_are_its_entries(seed: int, tmp_path: Path, monkeypatch
     for _ in range(rng.randrange(3)):
         data[rng.randrange(first, len(data))] = rng.choice([0, 1, 0x2E, 0x2F, 0x50, 0xFF, rng.randrange(256)])
     found = directory(bytes(data), tmp_path / "x.pt")
-    monkeypatch.setattr(zip, "_columns", lambda *_: None)
+    monkeypatch.setattr(zip_columns, "_columns", lambda *_: None)
     assert directory(bytes(data), tmp_path / "x.pt") == found
 
 

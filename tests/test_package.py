@@ -113,6 +113,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("io", "layouts", "likeness", "markup"),
     ("formats", "lazy"),
+    ("lookup",),
     ("interop", "jobs", "namespace"),
     ("derive", "inspect", "loading", "reshaping"),
     ("export",),

@@ -99,8 +99,14 @@ _OWN = {
     "register_at_fork", "CDLL", "supports_dir_fd",
     "O_NOFOLLOW", "O_DIRECTORY", "O_CLOEXEC", "O_NONBLOCK", "memfd_create", "uname", "geteuid", "fwalk",
 }  # fmt: skip
-# The second only where `system.mapping_library` returns a library, the third is started only where there is preadv.
-_ASKS = ("io/system.py", "io/storage/mapping.py", "inspect/child.py", "io/containers/hdf5_child.py")
+# The third only where `system.mapping_library` returns a library, the fourth is started only where there is preadv.
+_ASKS = (
+    "io/system.py",
+    "io/directories.py",
+    "io/storage/mapping.py",
+    "inspect/child.py",
+    "io/containers/hdf5_child.py",
+)
 
 
 @pytest.mark.slow

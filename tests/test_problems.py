@@ -18,7 +18,7 @@ import lazyckpt
 from lazyckpt import Problem
 from lazyckpt.core.index import Index
 from lazyckpt.errors import PROBLEM_CODES, CorruptError, MissingFileError, and_more, cannot_read, only_one, some
-from lazyckpt.inspect.report import FINDING_CODES
+from lazyckpt.inspect.codes import FINDING_CODES
 
 ROOT = Path(__file__).parents[1]
 LOST = Problem("missing-file", "rank 1: b.pt is missing", "b.pt")

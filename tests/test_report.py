@@ -12,7 +12,8 @@ import pytest
 
 from lazyckpt import Problem
 from lazyckpt.errors import PROBLEM_CODES
-from lazyckpt.inspect.report import FINDING_CODES, SEVERITIES, Finding, Report, kind_of
+from lazyckpt.inspect.codes import FINDING_CODES, SEVERITIES, kind_of
+from lazyckpt.inspect.report import Finding, Report
 
 ROOT = Path(__file__).parents[1]
 LOST = Finding("missing-file", "b.pt is missing", "b.pt")

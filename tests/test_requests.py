@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from lazyckpt import FormatError
 from lazyckpt.core.requests import GAP, NEAR, Policy, cut, join
-from lazyckpt.io.pool import Fetch, run
+from lazyckpt.io.pool import run
+from lazyckpt.io.tasks import Fetch
 from lazyckpt.testing.remote import Served
 
 runs = st.lists(st.tuples(st.integers(0, 50_000), st.integers(1, 3_000)), min_size=1, max_size=60)

@@ -24,7 +24,8 @@ from typer.testing import CliRunner
 import lazyckpt
 from lazyckpt import cli
 from lazyckpt.errors import PROBLEM_CODES
-from lazyckpt.inspect.report import Finding, Report, kind_of
+from lazyckpt.inspect.codes import kind_of
+from lazyckpt.inspect.report import Finding, Report
 from lazyckpt.inspect.verify import structure
 from lazyckpt.inspect.verify.tally import tally
 from lazyckpt.testing.case import Case

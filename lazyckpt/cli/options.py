@@ -13,7 +13,8 @@ from ..core.select import parse_index
 from ..core.units import plural
 from ..derive.arithmetic import Missing
 from ..errors import DataError, FormatError, MissingFileError, SelectionError, TensorNotFoundError
-from ..inspect.report import SEVERITIES, FailOn
+from ..inspect.codes import SEVERITIES
+from ..inspect.report import FailOn
 from ..layouts.merge import user_rules
 from ..tensor import LazyTensor
 from ..view import CheckpointView

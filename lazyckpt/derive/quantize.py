@@ -20,7 +20,8 @@ from ..core.index import Index
 from ..core.ops.bitsandbytes import NF4, dynamic_map
 from ..core.specs import Expr, Input, TensorSpec, kind_of
 from ..errors import DataError, Problem, only_one, some
-from ..namespace import STORED, Namespace, Step
+from ..lookup import STORED, Step
+from ..namespace import Namespace
 from .dequantize.conv1d import is_turned
 from .dequantize.evidence import KEYS, evidence_of
 

@@ -20,7 +20,7 @@ from ..inspect.numbers import number_shape, packing
 from ..inspect.pixels import row_length
 from ..inspect.planes import Plane, Window, plane_of
 from ..lazy import LazyArray
-from ..namespace import STORED
+from ..lookup import STORED
 from .query import Query
 from .subject import Subject, View
 

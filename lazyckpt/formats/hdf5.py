@@ -15,7 +15,8 @@ from ..core.index import Index
 from ..core.specs import TensorSpec, renamed
 from ..errors import CorruptError, FormatError, Problem, only_one, some
 from ..io.containers.hdf5 import MAGIC, Hdf5, dotted, read_hdf5
-from ..io.containers.zip import STORED, ZIP_MAGIC, data_offset, read_zip
+from ..io.containers.zip import STORED, ZIP_MAGIC, read_zip
+from ..io.containers.zip_offsets import data_offset
 from ..io.limits import check_levels
 from ..io.storage.streams import StoreFile
 from .keras_h5 import is_old, names_of

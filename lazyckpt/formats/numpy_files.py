@@ -19,7 +19,9 @@ from ..core.specs import TensorSpec, whole
 from ..errors import CorruptError, FormatError, LazyckptError, Problem, only_one, some
 from ..io.containers.npy import LEAST, MAGIC, USUAL, NoNumbersError, Npy, header_length, read_header
 from ..io.containers.pickle.records import short
-from ..io.containers.zip import DEFLATED, ENCRYPTED, STORED, ZIP_MAGIC, Records, data_offsets, read_zip
+from ..io.containers.zip import DEFLATED, ENCRYPTED, STORED, ZIP_MAGIC, read_zip
+from ..io.containers.zip_columns import Records
+from ..io.containers.zip_offsets import data_offsets
 from ..io.limits import Budget
 from ..io.storage.streams import StoreFile
 from .reader import Reader, Source

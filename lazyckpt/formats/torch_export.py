@@ -30,8 +30,9 @@ from ..io.containers.pickle.plain import ATTRIBUTES, Plain
 from ..io.containers.pickle.rebuild import StoredStorage, StoredTensor
 from ..io.containers.pickle.records import Opaque, short
 from ..io.containers.torch_file import TorchFile, read_torch_file
-from ..io.containers.zip import ENCRYPTED, STORED, ZIP_MAGIC, data_offsets_of_few, read_zip
+from ..io.containers.zip import ENCRYPTED, STORED, ZIP_MAGIC, read_zip
 from ..io.containers.zip_directory import Record
+from ..io.containers.zip_offsets import data_offsets_of_few
 from ..io.limits import Budget, check_levels
 from ..io.storage.streams import StoreFile
 from .reader import Reader, Source

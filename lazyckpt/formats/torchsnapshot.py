@@ -29,7 +29,7 @@ from ..io.containers.pickle.audit import dangers
 from ..io.containers.pickle.plain import Path, Plain, TensorRef
 from ..io.containers.torch_file import read_torch_file
 from .dcp.chunks import ChunkBytes, in_chunks, overlapping, uncovered
-from .dcp.metadata import Item
+from .dcp.items import Item
 from .huggingface import load_json
 from .reader import Reader, Source
 from .shared.members import Member, together

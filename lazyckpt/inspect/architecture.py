@@ -142,13 +142,6 @@ class Architecture:
             groups.sort(key=lambda group: -1 if group.layer is None else group.layer)
         return found
 
-    def of_role(self) -> dict[str, list[Group]]:
-        """Return the groups of each role that the view has, in the order of `ROLES`."""
-        found: dict[str, list[Group]] = {role: [] for role in ROLES}
-        for group in self.groups:
-            found[group.role].append(group)
-        return {role: groups for role, groups in found.items() if groups}
-
     def blocks(self) -> list[Block]:
         """Return the layers, with those of a stack that are alike together, in the order of their first layers."""
         layers: dict[tuple[str, int], list[Group]] = {}

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..core.dtypes import DType
 from ..errors import DataError
-from ..io.pool import go_on
+from ..io.cancelling import go_on
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, runner
 from ..jobs.pieces import scratch

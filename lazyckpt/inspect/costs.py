@@ -16,7 +16,8 @@ from ..errors import DataError, some
 from ..layouts.pipeline import PipelineLayout, pipeline_of
 from ..layouts.ranks import division_of, mesh_of, world_size
 from ..layouts.shard import StageSize, stage_sizes
-from ..namespace import STORED, Namespace
+from ..lookup import STORED
+from ..namespace import Namespace
 
 OPTIMIZERS: Mapping[str, tuple[tuple[str, float], ...]] = {
     "adamw": (("exp_avg", 4), ("exp_avg_sq", 4)),

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..core.box import Box, Shape, tiles
 from ..errors import DataError
-from ..io.pool import go_on
+from ..io.cancelling import go_on
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, runner
 from ..jobs.pieces import scratch

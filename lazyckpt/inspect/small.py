@@ -25,7 +25,7 @@ from ..core.merkle import SIZE, Form, hash_of
 from ..core.names import Same
 from ..errors import LazyckptError
 from ..io.children import can_start
-from ..io.storage.access import narrow
+from ..io.storage.access import OneFile
 from ..io.storage.base import Store
 from ..io.storage.local import LocalStore
 from ..io.system import POSIX
@@ -112,18 +112,6 @@ class Rows(NamedTuple):
             hi = min(max(hi, lo + 1), lo + _ROWS)
             yield lo, hi
             lo = hi
-
-
-class OneFile:
-    """A file of a store. Its pickle has the pin of this file only."""
-
-    __slots__ = ("path", "store")
-
-    def __init__(self, store: Store, path: str) -> None:
-        self.store, self.path = store, path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OneFile, (narrow(self.store, [self.path]), self.path)
 
 
 class Hashed(NamedTuple):

@@ -5,126 +5,18 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ..errors import ChangedFileError, MissingFileError
+from .cancelling import stopping_at
+from .checks import Batch, checked
 from .system import after_fork
+from .tasks import Fetch, Task, Wait
 
-# -- Batched checks of files whose store does not report a file's state with each read.
-
-_own = threading.local()
-
-
-class _Verifying(Protocol):
-    def verify(self, path: str) -> None: ...
-
-
-class Batch:
-    """The files that a job has read and whose state is not verified yet."""
-
-    def __init__(self) -> None:
-        self._files: dict[tuple[int, str], _Verifying] = {}
-
-    def add(self, store: _Verifying, path: str) -> None:
-        self._files[id(store), path] = store
-
-    def verify(self) -> None:
-        """Verify all added files. Raises ChangedFileError, MissingFileError."""
-        for (_, path), store in self._files.items():
-            store.verify(path)
-        self._files = {}
-
-    @contextmanager
-    def joined(self) -> Iterator[None]:
-        """Add the files that this thread reads within the context to the batch."""
-        before = getattr(_own, "batch", None)
-        _own.batch = self
-        try:
-            yield
-        finally:
-            _own.batch = before
-
-
-@contextmanager
-def checked(apart: bool = False) -> Iterator[Batch]:
-    """Verify every file that was read within the context once, when the outermost such context exits.
-
-    With ``apart``, verify when this context exits even if it is nested, before its result goes into a cache. Raises
-    ChangedFileError in place of any other error: bytes of a replaced file may have caused that error.
-    """
-    outer: Batch | None = getattr(_own, "batch", None)
-    if outer is not None and not apart:
-        yield outer
-        return
-    batch = Batch()
-    try:
-        with batch.joined():
-            yield batch
-    except Exception as e:
-        try:
-            batch.verify()
-        except (ChangedFileError, MissingFileError) as changed:
-            raise changed from e
-        raise
-    batch.verify()
-
-
-def verify_later(store: _Verifying, path: str) -> None:
-    """Verify the file when the current batch of this thread ends, or now if there is no batch."""
-    batch: Batch | None = getattr(_own, "batch", None)
-    if batch is None:
-        store.verify(path)
-    else:
-        batch.add(store, path)
-
-
-# -- Work that is cancelled.
-
-
-class StoppedError(Exception):
-    """The work that a task belongs to was cancelled. Nobody waits for its result."""
-
-
-def go_on() -> None:
-    """Raise StoppedError if the work of this thread was cancelled. Long tasks call it now and then, because who cancels
-    waits for them."""
-    stop: threading.Event | None = getattr(_own, "stop", None)
-    if stop is not None and stop.is_set():
-        raise StoppedError
-
-
-def pause(seconds: float) -> None:
-    """Sleep. Raises StoppedError as soon as the work of this thread is cancelled."""
-    stop: threading.Event | None = getattr(_own, "stop", None)
-    if stop is None:
-        time.sleep(seconds)
-    elif stop.wait(seconds):
-        raise StoppedError
-
-
-@contextmanager
-def _until(stop: threading.Event) -> Iterator[None]:
-    """Let the tasks of this thread within the context stop when ``stop`` is set."""
-    before = getattr(_own, "stop", None)
-    _own.stop = stop
-    try:
-        yield
-    finally:
-        _own.stop = before
-
-
-# -- Thread pools.
-
-Task = tuple[int, Callable[[], None]]  # (bytes that the task moves, the function to call)
 T = TypeVar("T")
 
 _INLINE = 4 << 20  # bytes; a smaller job finishes before threads have woken up
@@ -142,108 +34,6 @@ _pool: ThreadPoolExecutor | None = None
 _lookers: ThreadPoolExecutor | None = None
 _waiters: ThreadPoolExecutor | None = None
 _looking = threading.local()  # ``here``: whether this thread must not wait for the pool of `each`
-
-
-class _Fetching(Protocol):
-    """A store whose reads are requests to a server."""
-
-    @property
-    def width(self) -> int: ...
-    def requests(self, fetches: Sequence[Fetch]) -> Iterator[Task]: ...
-
-
-class Fetch:
-    """A task that reads runs of bytes of one file of a store behind a network, together with those of other tasks.
-
-    Parameters
-    ----------
-    store, path
-        The file.
-    offsets, lengths
-        Where the runs are in the file, in bytes.
-    at
-        Where each run goes to in the memory, in bytes.
-    memory
-        The memory, or the size in bytes of memory to allocate when the first bytes arrive.
-    done
-        Called with the memory when all runs have arrived.
-    """
-
-    __slots__ = ("_left", "_lock", "_memory", "_size", "at", "done", "lengths", "offsets", "path", "store")
-
-    def __init__(
-        self,
-        store: _Fetching,
-        path: str,
-        offsets: NDArray[np.int64],
-        lengths: NDArray[np.int64],
-        at: NDArray[np.int64],
-        memory: memoryview | int,
-        done: Callable[[memoryview], None] | None = None,
-    ) -> None:
-        self.store, self.path = store, path
-        self.offsets, self.lengths, self.at = offsets, lengths, at
-        self._memory: memoryview | None = None if isinstance(memory, int) else memory
-        self._size = memory if isinstance(memory, int) else 0
-        self.done = done
-        self._left = 0
-        self._lock = threading.Lock()
-
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of all runs."""
-        return int(self.lengths.sum())
-
-    @classmethod
-    def of_run(cls, store: _Fetching, path: str, offset: int, memory: memoryview) -> Fetch:
-        """Return the task that fills ``memory`` from ``offset`` on."""
-        one = np.array([offset, len(memory), 0], np.int64)
-        return cls(store, path, one[:1], one[1:2], one[2:], memory)
-
-    def moved(self, store: _Fetching, path: str, by: int) -> Fetch:
-        """Return a task that does the same with the bytes of another file, ``by`` bytes further on."""
-        memory = self._size if self._memory is None else self._memory
-        return Fetch(store, path, self.offsets + by, self.lengths, self.at, memory, self.done)
-
-    def __call__(self) -> None:
-        for _, do in self.store.requests([self]):
-            do()
-
-    def begin(self, requests: int) -> None:
-        """Say how many requests read the runs. With none, the task is done."""
-        self._left = requests
-        if not requests:
-            self._left = 1
-            self.arrived()
-
-    def memory(self) -> memoryview:
-        """Return the memory; allocate it at the first call."""
-        with self._lock:
-            if self._memory is None:
-                self._memory = np.empty(self._size, np.uint8).data
-            return self._memory
-
-    def arrived(self) -> None:
-        """Say that a request is complete."""
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        if self.done is not None:
-            memory, self._memory = self.memory(), None
-            self.done(memory)
-
-
-class Wait:
-    """A task that mostly waits for a server: many of them run at the same time."""
-
-    __slots__ = ("do",)
-
-    def __init__(self, do: Callable[[], None]) -> None:
-        self.do = do
-
-    def __call__(self) -> None:
-        self.do()
 
 
 def run(tasks: Iterable[Task]) -> None:
@@ -342,7 +132,7 @@ class Work:
     def _take_requests(self) -> None:
         """Make requests until none is left."""
         _looking.here = True
-        with self._reads.joined(), _until(self._stop):
+        with self._reads.joined(), stopping_at(self._stop):
             try:
                 while True:
                     with self._lock:
@@ -367,7 +157,7 @@ class Work:
 
     def _take(self) -> None:
         """Run batches until none is left."""
-        with self._reads.joined(), _until(self._stop):
+        with self._reads.joined(), stopping_at(self._stop):
             try:
                 while True:
                     with self._lock:
@@ -419,7 +209,7 @@ def each(do: Callable[[T], object], items: Sequence[T], width: int = _LOOKERS) -
 
         def some(n: int) -> None:
             _looking.here = True
-            with batch.joined(), _until(stop):
+            with batch.joined(), stopping_at(stop):
                 for item in items[n::width]:
                     do(item)
 

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .system import Directory, user_id
+from .directories import Directory
+from .system import user_id
 
 OFF = ("0", "false", "no", "off")
 ON = ("1", "true", "yes", "on")

@@ -21,13 +21,13 @@ from ..core.fragments import fragments_of
 from ..errors import ChangedFileError, DestinationError
 from ..formats.zarr.documents import JOB
 from ..formats.zarr.tree import ROOTS
+from ..io.directories import alone_in
 from ..io.pool import each
 from ..io.storage.access import present
 from ..io.storage.base import Store
 from ..io.storage.joined import stores_of
 from ..io.storage.listed import ABSENT
 from ..io.storage.urls import is_url
-from ..io.system import alone_in
 from ..lazy import LazyArray
 from .places import LEDGER, PART, PIECE, Folder
 from .publish import check_replaceable, reveal

@@ -26,9 +26,10 @@ from typing import Any, Protocol, TypeAlias
 from ..core.units import size_in_bytes
 from ..errors import DataError, LazyckptError, WorkerError
 from ..io.pool import LOOK, stopped, threads, waiting_threads
-from ..lazy import LazyArray, read_together
+from ..lazy import LazyArray
 from .batching import Placer, Task, by_file, in_turn
 from .sending import Sender
+from .together import read_together
 
 MEMORY = 1 << 30  # default limit in bytes on the memory of all running tasks
 OVERHEAD = 12 << 20  # bytes that a reading task needs besides its target buffer

@@ -19,9 +19,10 @@ from uuid import uuid4
 
 from ..errors import DestinationError
 from ..formats.archives import check_outside
+from ..io.directories import Directory
 from ..io.storage.credentials import without_secrets
 from ..io.storage.urls import is_url, without_protocol
-from ..io.system import Directory, user_id
+from ..io.system import user_id
 
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _NOT_OURS = (errno.ELOOP, errno.ENOTDIR)  # errors from opening a link or a file as a folder

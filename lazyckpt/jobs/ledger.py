@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from ..io.system import open_unfollowed
+from ..io.directories import open_unfollowed
 from .places import LEDGER, Folder, Target
 
 _WHOLE = -1  # the number of files that were written as a whole

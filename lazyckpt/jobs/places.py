@@ -19,7 +19,8 @@ from uuid import uuid4
 
 from ..errors import DestinationError
 from ..formats.zarr.documents import JOB
-from ..io.system import forget, preallocate, read_at, refuses, rename_directory
+from ..io.directories import rename_directory
+from ..io.system import forget, preallocate, read_at, refuses
 from .guard import Owner, entered, ignores_case, opened
 
 # -- CRC-32, hardware-accelerated where possible, and its combination from the CRC-32s of pieces.

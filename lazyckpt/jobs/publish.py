@@ -25,8 +25,9 @@ from uuid import uuid4
 from ..core.expr import leaves, structure
 from ..errors import DestinationError, LazyckptError, MissingFileError, WorkerError
 from ..formats.zarr.documents import JOB  # holds the fingerprint
+from ..io.directories import Directory, open_unfollowed, rename_directory
 from ..io.storage.base import Store
-from ..io.system import POSIX, Directory, after_fork, lock, open_unfollowed, read_at, rename_directory, write_at
+from ..io.system import POSIX, after_fork, lock, read_at, write_at
 from ..lazy import LazyArray
 from .guard import Owner, is_own, local_path, make_folder, own_folder, usual_mode
 from .ledger import read_ledger

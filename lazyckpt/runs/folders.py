@@ -18,11 +18,11 @@ from uuid import uuid4
 from ..errors import CorruptError, DestinationError, MissingFileError
 from ..formats.archives import check_outside, is_archive, only_read
 from ..formats.zarr.documents import JOB
+from ..io.directories import Directory, alone_in
 from ..io.storage.base import Store
 from ..io.storage.local import LocalStore
 from ..io.storage.uploads import Uploads, uploads_of
 from ..io.storage.urls import split_url
-from ..io.system import Directory, alone_in
 from ..jobs.guard import local_path
 from ..jobs.unfinished import Record, record_of, remove_all
 

@@ -9,8 +9,8 @@ from typing import Any
 from ..core.names import shortened
 from ..core.units import human_bytes, plural
 from ..errors import printable
+from ..lookup import States as Base
 from ..markup import page, safe, tag
-from ..namespace import States as Base
 
 
 class States(Base[Any]):

@@ -9,7 +9,7 @@ from typing import Any
 from ..core.units import plural
 from ..errors import Problem, and_more
 from ..formats.dcp.objects import Meta
-from ..inspect.report import kind_of
+from ..inspect.codes import kind_of
 from ..markup import cell, page, safe, table, tag
 
 _ROWS = 200  # problems that are shown

@@ -16,7 +16,7 @@ from ..formats.opening import opened
 from ..io.parcels import packed, unpacked
 from ..io.storage.base import Store
 from ..io.storage.joined import Joined
-from ..namespace import Step
+from ..lookup import Step
 from ..reshaping import of_part
 from .bases import ABOUT, Bases, with_base
 from .writing import Writable

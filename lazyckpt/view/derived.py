@@ -11,7 +11,7 @@ from ..core.index import Index
 from ..derive.dequantize import dequantized
 from ..derive.quantize import quantized
 from ..derive.restacking import upcycled, with_experts, with_layers
-from ..namespace import Step
+from ..lookup import Step
 from ..reshaping import division, of_rank, shown_of, with_dtype, with_function, with_names
 from .reading import Readable
 

@@ -115,10 +115,6 @@ def _edited(name: str, change: Any) -> Any:
     return make
 
 
-def _wider(state: dict[str, torch.Tensor], name: str) -> None:
-    state[name] = torch.cat([state[name], state[name][:8]])
-
-
 def _dead(state: dict[str, torch.Tensor], name: str) -> None:
     state[name].zero_()
 

@@ -13,13 +13,9 @@ the order of Megatron-LM's megatron/training/checkpointing.py `generate_state_di
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
-import warnings
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -282,38 +278,19 @@ def gather(spec: MegatronSpec, model: Any, optimizer: Any) -> dict[str, dict[str
     return _merge(everyone) if everyone is not None else {}
 
 
-def _rank(rank: int, world: int, folder: Path, rendezvous: Path, names: list[str]) -> None:
-    from .megatron_cpu import OnCPU
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    for name in names:
-        if rank == 0:
-            print(f"=== {name}", flush=True)
-            (folder / name).mkdir()
-        dist.barrier()
-        with warnings.catch_warnings(), OnCPU():
-            warnings.simplefilter("ignore")
-            _case(CASES[name], rank, folder / name)
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 def main(folder: Path, only: list[str]) -> None:
     # by their own name: what a rank pickles must not be a class of __main__
     from tests.writers import megatron_fsdp as named
 
     from .megatron_cpu import patch
+    from .megatron_ranks import run_ranks
 
     patch()
     on_cpu()
-    with tempfile.TemporaryDirectory() as scratch:
-        for world in sorted({spec.world for spec in CASES.values()}):
-            names = [n for n, spec in CASES.items() if spec.world == world and (n in only or not only)]
-            if names:
-                args = (world, folder, Path(scratch) / f"store{world}", names)
-                torch.multiprocessing.start_processes(named._rank, args=args, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+    worlds = {name: spec.world for name, spec in CASES.items() if name in only or not only}
+    for name in worlds:
+        (folder / name).mkdir()
+    run_ranks(worlds, lambda name, rank: named._case(named.CASES[name], rank, folder / name))
 
 
 if __name__ == "__main__":

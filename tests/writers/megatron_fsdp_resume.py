@@ -8,35 +8,22 @@ followed here, each with the name of the function.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-import tempfile
-import warnings
-from collections.abc import Mapping
-from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from .megatron_core import MegatronSpec, _run, build, start
+from . import megatron_resume
+from .megatron_core import MegatronSpec, build, start
 from .megatron_fsdp import as_fused, gather, prepare, train
-from .megatron_resume import _tuples, check_checkpoint_args
+from .megatron_resume import Jobs, check_checkpoint_args
 from .megatron_save import args_of
-
-Jobs = Mapping[str, tuple[Path, MegatronSpec]]
 
 
 def resume(folder: Path, jobs: Jobs) -> dict[str, dict[str, Any]]:
     """Run the jobs, in child processes: what each of them wrote."""
-    folder.mkdir(parents=True, exist_ok=True)
-    listed = {name: {"load": str(path), "spec": asdict(spec)} for name, (path, spec) in jobs.items()}
-    (folder / "jobs.json").write_text(json.dumps(listed))
-    _run("megatron_fsdp_resume", str(folder))
-    return {name: torch.load(folder / f"{name}.pt") for name in jobs}
+    return megatron_resume.resume(folder, jobs, "megatron_fsdp_resume")
 
 
 # -- in the child
@@ -100,38 +87,17 @@ def _job(root: Path, spec: MegatronSpec, rank: int, out: Path) -> None:
         torch.save(found, out)
 
 
-def _rank(rank: int, world: int, folder: Path, rendezvous: Path, jobs: dict[str, tuple[Path, MegatronSpec]]) -> None:
-    from .megatron_cpu import OnCPU
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    for name, (root, spec) in jobs.items():
-        if rank == 0:
-            print(f"=== {name}", flush=True)
-        with warnings.catch_warnings(), OnCPU():
-            warnings.simplefilter("ignore")
-            _job(root, spec, rank, folder / f"{name}.pt")
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 def main(folder: Path) -> None:
     # by their own name: what a rank pickles must not be a class of __main__
     from tests.writers import megatron_fsdp_resume as named
 
     from .megatron_cpu import patch
     from .megatron_fsdp import on_cpu
+    from .megatron_resume import run_jobs
 
     patch()
     on_cpu()
-    listed = json.loads((folder / "jobs.json").read_text())
-    jobs = {name: (Path(job["load"]), MegatronSpec(**_tuples(job["spec"]))) for name, job in listed.items()}
-    with tempfile.TemporaryDirectory() as scratch:
-        for world in sorted({spec.world for _, spec in jobs.values()}):
-            mine = {name: job for name, job in jobs.items() if job[1].world == world}
-            args = (world, folder, Path(scratch) / f"store{world}", mine)
-            torch.multiprocessing.start_processes(named._rank, args=args, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+    run_jobs(folder, named._job)
 
 
 if __name__ == "__main__":

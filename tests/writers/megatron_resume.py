@@ -9,14 +9,10 @@ followed here, each with the name of the function.
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
-import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +24,12 @@ from .megatron_core import MegatronSpec, _run, build, prepare, run_schedule, sta
 Jobs = Mapping[str, tuple[Path, MegatronSpec]]
 
 
-def resume(folder: Path, jobs: Jobs) -> dict[str, dict[str, Any]]:
-    """Run the jobs, in child processes: what each of them wrote."""
+def resume(folder: Path, jobs: Jobs, module: str = "megatron_resume") -> dict[str, dict[str, Any]]:
+    """Run the jobs, in child processes of a module beside this one: what each of them wrote."""
     folder.mkdir(parents=True, exist_ok=True)
     listed = {name: {"load": str(path), "spec": asdict(spec)} for name, (path, spec) in jobs.items()}
     (folder / "jobs.json").write_text(json.dumps(listed))
-    _run("megatron_resume", str(folder))
+    _run(module, str(folder))
     return {name: torch.load(folder / f"{name}.pt") for name in jobs}
 
 
@@ -170,22 +166,6 @@ def _job(root: Path, spec: MegatronSpec, rank: int, out: Path) -> None:
         torch.save(found, out)
 
 
-def _rank(rank: int, world: int, folder: Path, rendezvous: Path, jobs: dict[str, tuple[Path, MegatronSpec]]) -> None:
-    from .megatron_cpu import OnCPU
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    for name, (root, spec) in jobs.items():
-        if rank == 0:
-            print(f"=== {name}", flush=True)
-        with warnings.catch_warnings(), OnCPU():
-            warnings.simplefilter("ignore")
-            _job(root, spec, rank, folder / f"{name}.pt")
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 def main(folder: Path) -> None:
     # by their own name: what a rank pickles must not be a class of __main__
     from tests.writers import megatron_resume as named
@@ -193,13 +173,17 @@ def main(folder: Path) -> None:
     from .megatron_cpu import patch
 
     patch()
+    named.run_jobs(folder, named._job)
+
+
+def run_jobs(folder: Path, job: Callable[[Path, MegatronSpec, int, Path], None]) -> None:
+    """Run what `resume` has listed in ``folder``. A job gets the checkpoint, the run, the rank and its result file."""
+    from .megatron_ranks import run_ranks
+
     listed = json.loads((folder / "jobs.json").read_text())
-    jobs = {name: (Path(job["load"]), MegatronSpec(**_tuples(job["spec"]))) for name, job in listed.items()}
-    with tempfile.TemporaryDirectory() as scratch:
-        for world in sorted({spec.world for _, spec in jobs.values()}):
-            mine = {name: job for name, job in jobs.items() if job[1].world == world}
-            args = (world, folder, Path(scratch) / f"store{world}", mine)
-            torch.multiprocessing.start_processes(named._rank, args=args, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+    jobs = {name: (Path(given["load"]), MegatronSpec(**_tuples(given["spec"]))) for name, given in listed.items()}
+    worlds = {name: spec.world for name, (_, spec) in jobs.items()}
+    run_ranks(worlds, lambda name, rank: job(*jobs[name], rank, folder / f"{name}.pt"))
 
 
 def _tuples(spec: dict[str, Any]) -> dict[str, Any]:

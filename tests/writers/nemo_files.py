@@ -11,18 +11,13 @@ an environment of its own with lightning 2.4, hydra-core 1.3, omegaconf 2.3 and 
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
-import warnings
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from . import Case
 from .megatron_core import MegatronSpec, _run, build, config_of, start
@@ -185,42 +180,27 @@ def _case(spec: NemoSpec, rank: int, out: Path) -> None:
         (out / "info.json").write_text(json.dumps(asdict(spec)))
 
 
-def _rank(rank: int, world: int, folder: Path, rendezvous: Path, names: list[str]) -> None:
-    from .megatron_cpu import OnCPU
-
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=120))
-    for name in names:
-        if rank == 0:
-            print(f"=== {name}", flush=True)
-            (folder / name).mkdir()
-        dist.barrier()
-        spec = CASES[name]
-        with warnings.catch_warnings(), OnCPU():
-            warnings.simplefilter("ignore")
-            if spec is None:
-                _speech(folder / name)
-            else:
-                _case(spec, rank, folder / name)
-        dist.barrier()
-    dist.destroy_process_group()
-
-
 def main(folder: Path, only: list[str]) -> None:
     from tests.writers import nemo_files as named
 
     from .megatron_cpu import patch
+    from .megatron_ranks import run_ranks
 
     patch()
     _without_tensorstore()
     worlds = {name: 1 if spec is None else spec.model.world for name, spec in CASES.items()}
-    with tempfile.TemporaryDirectory() as scratch:
-        for world in sorted(set(worlds.values())):
-            names = [n for n in CASES if worlds[n] == world and (n in only or not only)]
-            if names:
-                args = (world, folder, Path(scratch) / f"store{world}", names)
-                torch.multiprocessing.start_processes(named._rank, args=args, nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
+    worlds = {name: world for name, world in worlds.items() if name in only or not only}
+    for name in worlds:
+        (folder / name).mkdir()
+
+    def case(name: str, rank: int) -> None:
+        spec = named.CASES[name]
+        if spec is None:
+            named._speech(folder / name)
+        else:
+            named._case(spec, rank, folder / name)
+
+    run_ranks(worlds, case)
 
 
 if __name__ == "__main__":

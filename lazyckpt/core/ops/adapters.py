@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import DataError
+from ..axes import as_axis, indices
 from ..box import Selection
 from ..dtypes import dtype_of
-from ..expr import Kind, Op, Scan, as_axis, indices, same_shape, wide
+from ..expr import Kind, Op, Scan, same_shape, wide
 from ..specs import Expr
 from .elementwise import Elementwise
 

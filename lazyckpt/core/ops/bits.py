@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..axes import as_axis, indices
 from ..box import Axis
-from ..expr import as_axis, indices
 
 if TYPE_CHECKING:
     import torch

@@ -8,9 +8,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError
+from ..axes import shape_of
 from ..box import Axis, Selection, Shape
 from ..dtypes import I8, dtype_of
-from ..expr import Kind, Op, Scan, shape_of
+from ..expr import Kind, Op, Scan
 from ..rounding import convert
 from ..specs import Expr
 from .ravel import blocks_of, numbers_of, positions

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import DataError
+from ..axes import as_axis, indices, shape_of
 from ..box import Axis, Selection
 from ..dtypes import DType, bits_of, dtype_of
-from ..expr import Kind, Op, Scan, as_axis, indices, op_of, same_shape, shape_of
+from ..expr import Kind, Op, Scan, op_of, same_shape
 from ..merkle import Form, Hasher
 from ..specs import Expr
 from .elementwise import Elementwise

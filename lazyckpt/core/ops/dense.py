@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import CorruptError, DataError
+from ..axes import as_axis, everything, groups_of, indices, shape_of
 from ..box import Axis, Selection, Shape, c_strides
 from ..dtypes import BF16, BOOL, C64, C128, F16, F32, F64, I8, I16, I32, I64, U8, DType, bits_of
-from ..expr import Kind, Op, Scan, as_axis, everything, groups_of, indices, shape_of
+from ..expr import Kind, Op, Scan
 from ..specs import Expr
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import DataError
+from ..axes import indices, shape_of
 from ..box import Selection
 from ..dtypes import F32, U8
-from ..expr import Kind, Op, Scan, indices, shape_of
+from ..expr import Kind, Op, Scan
 from ..rounding import exact_sum
 from ..specs import Expr
 

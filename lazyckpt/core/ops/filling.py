@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..axes import shape_of
 from ..box import Selection
 from ..dtypes import dtype_of
-from ..expr import Kind, Op, shape_of
+from ..expr import Kind, Op
 from ..specs import Expr
 from .ranking import mask_key, positions, random_bits
 

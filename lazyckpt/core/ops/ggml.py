@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import DataError
+from ..axes import grouped
 from ..box import Selection, Shape
 from ..dtypes import F32, I8, U8, dtype_of
-from ..expr import Kind, Op, grouped
+from ..expr import Kind, Op
 from ..specs import Expr
 from .ggml_grids import grid, signs
 from .packed import chosen, members

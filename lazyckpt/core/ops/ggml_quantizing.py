@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError
+from ..axes import grouped
 from ..box import Selection, Shape
 from ..dtypes import U8
-from ..expr import Kind, Op, grouped
+from ..expr import Kind, Op
 from ..specs import Expr
 from .packed import chosen, members
 

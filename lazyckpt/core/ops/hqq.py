@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...errors import DataError
+from ..axes import as_axis, indices, shape_of
 from ..box import Axis, Selection, Shape
 from ..dtypes import dtype_of
-from ..expr import Kind, Op, as_axis, indices, shape_of
+from ..expr import Kind, Op
 from ..rounding import convert
 from ..specs import Expr
 from .ravel import Numbers, blocks_of, distinct, numbers_of, positions, rows_of, slice_of, union

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...errors import DataError
+from ..axes import everything, indices
 from ..box import Selection, Shape
 from ..dtypes import dtype_of
-from ..expr import Kind, Op, everything, indices
+from ..expr import Kind, Op
 from ..specs import Expr
 
 if TYPE_CHECKING:

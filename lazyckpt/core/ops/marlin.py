@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import CorruptError, DataError
+from ..axes import as_axis, grouped, indices
 from ..box import Selection, Shape
 from ..dtypes import I8, I16, I32
-from ..expr import Kind, Op, as_axis, grouped, indices
+from ..expr import Kind, Op
 from ..specs import Expr
 
 if TYPE_CHECKING:

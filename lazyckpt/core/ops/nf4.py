@@ -7,9 +7,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError
+from ..axes import indices, shape_of
 from ..box import Selection, Shape
 from ..dtypes import I8, U8, dtype_of
-from ..expr import Kind, Op, Scan, indices, shape_of
+from ..expr import Kind, Op, Scan
 from ..specs import Expr
 from .ravel import blocks_of, numbers_of, positions
 

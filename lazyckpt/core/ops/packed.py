@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import DataError
+from ..axes import as_axis, grouped, indices
 from ..box import Axis, Selection, Shape
 from ..dtypes import BF16, F8_E8M0FNU, F32, I8, I32, U8, bits_of, dtype_of
-from ..expr import Kind, Op, as_axis, grouped, indices
+from ..expr import Kind, Op
 from ..specs import Expr
 from .small_floats import E2M1, E2M3
 

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import DataError
+from ..axes import as_axis, indices, shape_of
 from ..box import Axis, Box, Selection, Shape, c_strides
 from ..dtypes import bits_of
-from ..expr import Kind, Op, as_axis, indices, op_of, shape_of
+from ..expr import Kind, Op, op_of
 from ..placement import Part, Placement
 from ..plan import earlier_overlaps
 from ..specs import Expr, Input

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError
+from ..axes import shape_of
 from ..box import Selection
 from ..dtypes import DType, dtype_of
-from ..expr import Kind, Op, shape_of, wide
+from ..expr import Kind, Op, wide
 from ..specs import Expr
 
 if TYPE_CHECKING:

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import DataError
+from ..axes import as_axis, grouped, indices, shape_of
 from ..box import Axis, Selection, Shape
 from ..dtypes import F8_E4M3FN, F32, I8, U8, dtype_of
-from ..expr import Kind, Op, as_axis, grouped, indices, shape_of
+from ..expr import Kind, Op
 from ..specs import Expr
 from .bitsandbytes import NF4, dynamic_map
 from .packed import members

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..axes import indices
 from ..box import Selection, Shape, c_strides
-from ..expr import indices
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..axes import as_axis, indices
 from ..box import Axis, Selection, Shape, c_strides
-from ..expr import as_axis, indices
 
 Numbers = NDArray[np.int64]
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError
+from ..axes import grouped, groups_of, indices
 from ..box import Axis, Selection
 from ..dtypes import DType, dtype_of
-from ..expr import Kind, Op, grouped, groups_of, indices
+from ..expr import Kind, Op
 from ..rounding import settle
 from ..specs import Expr
 from .small_floats import TILE, Decoder, float32_of

@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import CorruptError, DataError
+from ..axes import as_axis, grouped, indices, shape_of
 from ..box import Selection
 from ..dtypes import U8, bits_of
-from ..expr import Kind, Op, as_axis, grouped, indices, shape_of
+from ..expr import Kind, Op
 from ..specs import Expr
 
 if TYPE_CHECKING:

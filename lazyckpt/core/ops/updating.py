@@ -16,8 +16,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ...errors import DataError
+from ..axes import everything, indices
 from ..box import Selection, Shape
-from ..expr import Kind, Op, Scan, everything, indices, op_of, wide
+from ..expr import Kind, Op, Scan, op_of, wide
 from ..rounding import convert
 from ..specs import Expr
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import DataError
+from ..axes import as_axis, grouped, indices
 from ..box import Axis, Selection, Shape
 from ..dtypes import dtype_of
-from ..expr import Kind, Op, Scan, as_axis, grouped, indices
+from ..expr import Kind, Op, Scan
 from ..rounding import convert
 from ..specs import Expr
 from .bits import Numbers, Piece, ordered, planar, stream, unpack, words_of

@@ -19,7 +19,8 @@ from ...core.specs import TensorSpec
 from ...errors import DataError, Problem, only_one, some
 from ...formats.huggingface import load_json
 from ...io.storage.local import split
-from ...namespace import STORED, Namespace, Step
+from ...lookup import STORED, Step
+from ...namespace import Namespace
 from .evidence import Evidence, without_quantization
 from .model import Family, Model, Weight
 from .registry import families

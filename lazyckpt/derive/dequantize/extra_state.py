@@ -20,7 +20,7 @@ from ...core.dtypes import F32, U8
 from ...errors import DataError, LazyckptError
 from ...formats.shared.inner_pickle import array_in, inner_pickle
 from ...io.containers.pickle.rebuild import StoredTensor
-from ...io.containers.pickle.records import Opaque
+from ...io.containers.pickle.records import content_of
 from .model import Model
 
 _KEY = "_extra_state"
@@ -68,12 +68,7 @@ def _in_meta(model: Model, name: str) -> bytes | None:
     """Return the bytes of a module's state that is in the metadata of the checkpoint, not in a tensor."""
     spec = model.spec(name)
     stored = (spec.stored_as or spec.name).rpartition(".")[0]
-    found = _down(model.view._index.meta, _beside(stored))
-    if isinstance(found, Opaque) and (found.module.lstrip("_"), found.name) == ("io", "BytesIO"):
-        for part in (*(found.args or ()), *(found.state if isinstance(found.state, tuple) else ())):
-            if isinstance(part, bytes):
-                return part
-    return None
+    return content_of(_down(model.view._index.meta, _beside(stored)))
 
 
 def _down(value: Any, path: str) -> Any:

@@ -11,8 +11,9 @@ from ...core.expr import Kind, operand
 from ...core.select import Selection
 from ...core.specs import Expr, Input, TensorSpec, kind_of
 from ...errors import DataError, Problem
-from ...io.pool import Task, run
+from ...io.pool import run
 from ...io.reading import compute
+from ...io.tasks import Task
 from ...io.tensors import empty
 from ...lazy import LazyArray
 from ...namespace import Namespace

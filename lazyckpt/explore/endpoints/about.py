@@ -7,7 +7,7 @@ from typing import Any
 
 from ...derive.sources import place_of
 from ...errors import Problem, printable
-from ...inspect.report import kind_of
+from ...inspect.codes import kind_of
 from ...namespace import Namespace
 from ...show.about import facts_of
 from ..packing import VERSION

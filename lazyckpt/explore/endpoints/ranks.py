@@ -7,8 +7,8 @@ from itertools import islice
 from typing import Any
 
 from ...errors import Problem, TensorNotFoundError, printable
+from ...inspect.codes import kind_of
 from ...inspect.ranks import FileHeld, held_by, ranks_of
-from ...inspect.report import kind_of
 from ..query import Query
 from ..subject import Subject, View, Wanted
 

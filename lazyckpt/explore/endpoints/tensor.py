@@ -11,9 +11,9 @@ from ...core.expr import formula
 from ...core.names import shortened
 from ...errors import DataError, Problem, printable
 from ...inspect.bits import has_bits
+from ...inspect.codes import kind_of
 from ...inspect.numbers import number_shape
 from ...inspect.pixels import row_length
-from ...inspect.report import kind_of
 from ...inspect.stats import LIMIT
 from ...inspect.whereabouts import ranges_of
 from ...layouts.rename.apply import heads_of

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from ...core.units import size_in_bytes
 from ...errors import DataError
 from ...io import user_folder
-from ...io.system import Directory
+from ...io.directories import Directory
 from ...io.user_folder import Refused, check, enabled
 
 MAGIC = b"LZCKIDX\x01"  # the last byte is the version of the layout

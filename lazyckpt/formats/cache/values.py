@@ -39,7 +39,7 @@ _RECORDS = {
     "lazyckpt.core.compose": ("Composed",),
     "lazyckpt.formats.shared.flat": ("Alike", "FlatFragments", "Partition"),
     "lazyckpt.formats.dcp.chunks": ("ChunkFragments", "StoredItems"),
-    "lazyckpt.formats.dcp.metadata": ("Item",),
+    "lazyckpt.formats.dcp.items": ("Item",),
     "lazyckpt.formats.ranks.fragments": ("MeshFragments", "Team"),
     "lazyckpt.formats.zarr.grid": ("Array", "Level", "Packing"),
     "lazyckpt.formats.megatron.stacks": ("Regridded",),

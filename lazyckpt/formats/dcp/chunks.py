@@ -26,7 +26,8 @@ from ...errors import CorruptError, Problem
 from ...io.containers.safetensors import read_safetensors
 from ...io.storage.base import Store
 from .columns import Ints
-from .metadata import FEW, Chunks, Item, Items, Tensor
+from .items import Item, Items
+from .metadata import FEW, Chunks, Tensor
 
 # -- Safetensors files that hold chunks of tensors, and say which.
 

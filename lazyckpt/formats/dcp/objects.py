@@ -26,7 +26,7 @@ from ...io.storage.base import Store
 from ...io.storage.in_memory import Memory
 from ..shared.announce import announce_ranges
 from ..shared.paths import put
-from .metadata import Item
+from .items import Item
 
 _ROOM = 64 << 20  # a packed object may unpack to _ROOM bytes plus _TIMES its packed size
 _TIMES = 100

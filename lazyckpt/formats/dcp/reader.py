@@ -32,7 +32,8 @@ from ..shared.announce import announce, announce_ranges, listing
 from ..shared.members import Member, together
 from .chunks import ChunkBytes, ShardFile, in_chunks, in_rows, overlapping, read_shard_file, uncovered
 from .columns import Ints
-from .metadata import Chunks, Item, Items, Metadata, Tensor, read_metadata
+from .items import Item, Items
+from .metadata import Chunks, Metadata, Tensor, read_metadata
 from .objects import Meta, Objects, Stored
 
 _WHOLE = ".metadata"

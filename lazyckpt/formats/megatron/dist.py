@@ -32,7 +32,7 @@ from ...layouts.merge import decide, user_rules
 from .. import torch_save as torchsave
 from ..dcp import reader as dcp
 from ..dcp.chunks import ChunkBytes, in_chunks
-from ..dcp.metadata import Item
+from ..dcp.items import Item
 from ..huggingface import has_weights
 from ..reader import Reader, Source
 from ..shared.announce import announce, announce_folders, listing

@@ -18,11 +18,11 @@ from ...core.extents import Extent
 from ...core.specs import TensorSpec
 from ...errors import CorruptError, DataError
 from ...io.containers.pickle.plain import Path, Plain
-from ...io.containers.pickle.records import Opaque
+from ...io.containers.pickle.records import content_of
 from ...io.plain_json import OnDemand
 from ...io.storage.base import Store
 from ...layouts.tables import pattern
-from ..dcp.metadata import Item
+from ..dcp.items import Item
 from ..dcp.objects import Objects
 from ..shared.inner_pickle import array_in, inner_pickle
 
@@ -132,10 +132,8 @@ def _bytes(objects: Objects, key: str) -> bytes:
             raise DataError(f"it is a tensor of {spec.dtype} of shape {spec.shape}, not bytes")
         return bytes(objects.store.read(extent.path, extent.offset, spec.nbytes)) if spec.nbytes else b""
     value = found.rest[0] if isinstance(found.rest, list) and len(found.rest) == 1 else found.rest
-    if isinstance(value, Opaque) and (value.module.lstrip("_"), value.name) == ("io", "BytesIO"):
-        for part in (*(value.args or ()), *(value.state if isinstance(value.state, tuple) else ())):
-            if isinstance(part, bytes):
-                return part
+    if (content := content_of(value)) is not None:
+        return content
     if value is None or value == {}:
         return b""
     raise DataError(f"it is {type(value).__name__}, not bytes")

@@ -18,7 +18,8 @@ from ...core.extents import ZipEntry
 from ...core.index import FileInfo
 from ...errors import CorruptError, FormatError
 from ...io.containers.needs import WHOLE
-from ...io.containers.zip import DEFLATED, ENCRYPTED, STORED, data_offset, read_zip
+from ...io.containers.zip import DEFLATED, ENCRYPTED, STORED, read_zip
+from ...io.containers.zip_offsets import data_offset
 from ...io.limits import Budget, check_levels
 from ...io.pool import each
 from ...io.storage.access import present

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ...errors import printable, some
 from ...io.containers.pickle.audit import judge
-from ..report import Severity
+from ..codes import Severity
 
 LARGEST = 16 << 20  # bytes of a JSON file that is looked into
 _NODES = 1 << 20  # values of a JSON file that are looked at

@@ -17,7 +17,8 @@ from ...io.containers.pickle.audit import Verdict, judge
 from ...io.containers.pickle.techniques import EXTENSION
 from ...io.containers.pickle.trace import Bytes, Held, Named, Trace, trace
 from ...io.limits import Budget
-from ..report import Finding, Severity
+from ..codes import Severity
+from ..report import Finding
 from . import code
 from .archives import Member, is_archive, is_tar, is_zip, part, stream_of, tar_members, zip_members, zips
 

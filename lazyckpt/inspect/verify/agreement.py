@@ -20,8 +20,10 @@ from ...io.storage.joined import stores_of
 from ...jobs.batching import Task
 from ...jobs.executor import OVERHEAD, Run
 from ...jobs.progress import Bar
-from ...lazy import LazyArray, read_together, shape_of
-from ..report import Finding, Severity
+from ...jobs.together import read_together
+from ...lazy import LazyArray, shape_of
+from ..codes import Severity
+from ..report import Finding
 from .sweep import Target
 
 if TYPE_CHECKING:

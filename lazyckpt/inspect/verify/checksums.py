@@ -27,7 +27,9 @@ from ...core.extents import Archive
 from ...core.requests import Ints
 from ...errors import CorruptError, DataError, LazyckptError
 from ...io.containers.torch_file import ends
-from ...io.containers.zip import DEFLATED, STORED, ZIP_MAGIC, data_offsets, last_length, read_columns
+from ...io.containers.zip import DEFLATED, STORED, ZIP_MAGIC, last_length
+from ...io.containers.zip_columns import read_columns
+from ...io.containers.zip_offsets import data_offsets
 from ...io.pool import each
 from ...io.reading.packed import unpack
 from ...io.storage.base import Store

@@ -31,7 +31,7 @@ from ...errors import DataError, LazyckptError
 from ...io.codecs import WRONG_CHECKSUM
 from ...io.reading.gather import planned
 from ...io.reading.packed import is_filler, locate
-from ...io.storage.access import narrow
+from ...io.storage.access import OneFile
 from ...io.storage.base import Store
 from ...io.storage.joined import Joined, stores_of
 from ...io.tensors import as_bytes
@@ -361,18 +361,6 @@ class _Failed(NamedTuple):
 _Result = _Found | _Failed
 
 
-class _File:
-    """A file of a store. Its pickle has the pin of this file only."""
-
-    __slots__ = ("path", "store")
-
-    def __init__(self, store: Store, path: str) -> None:
-        self.store, self.path = store, path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _File, (narrow(self.store, [self.path]), self.path)
-
-
 class _Places(NamedTuple):
     """Runs of elements in a file, in the order of their offsets, as columns."""
 
@@ -406,7 +394,7 @@ def _tasks(
         places = _Places(begins, begins + some.counts * size, size, code[some.tensors], numbers)
         starts = np.array([r.offset for r in own], np.int64)
         stops = starts + np.array([r.nbytes for r in own], np.int64)
-        file = _File(store, path)
+        file = OneFile(store, path)
         torches = [kind.torch for kind in dtypes]
         for low, high in _ranges(np.concatenate([begins, starts]), np.concatenate([places.ends, stops])):
             near = np.flatnonzero((starts < high) & (stops > low)).tolist()
@@ -427,7 +415,7 @@ def _ranges(begins: Array, ends: Array) -> Iterator[tuple[int, int]]:
 
 
 def _examine(
-    file: _File,
+    file: OneFile,
     low: int,
     high: int,
     places: _Places,

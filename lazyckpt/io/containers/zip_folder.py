@@ -17,7 +17,9 @@ from ..limits import Budget
 from ..storage.members import Member, Tree
 from ..storage.streams import StoreFile
 from .pickle.records import short
-from .zip import DEFLATED, ENCRYPTED, STORED, Records, Zip, data_offsets, refused
+from .zip import DEFLATED, ENCRYPTED, STORED, Zip, refused
+from .zip_columns import Records
+from .zip_offsets import data_offsets
 
 _TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp", ".gguf", ".npz")  # are never unpacked
 _SMALL = 64 << 10  # bytes of a compressed member of another name

@@ -17,18 +17,9 @@ from ..storage.base import Entry, Fetched, Pending, Store
 from ..storage.mapping import Mapped
 from ..storage.streams import StoreFile
 from .pickle.records import short
-from .zip import (
-    DESCRIBED,
-    HEADER_SIZE,
-    NEAR,
-    Named,
-    Records,
-    check_header,
-    data_offset,
-    data_offsets,
-    read_zip,
-    refused,
-)
+from .zip import DESCRIBED, HEADER_SIZE, Named, read_zip, refused
+from .zip_columns import Records
+from .zip_offsets import NEAR, check_header, data_offset, data_offsets
 
 ALIGNMENT = 64  # bytes; torch's default alignment of storages (the record .storage_alignment may change it)
 _STORAGE = re.compile(r"[^/]+/data/[^/]+")

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...core.box import Shape
 from ...core.dtypes import DType
-from ..pool import Fetch, Task
 from ..storage.access import read_pieces
 from ..storage.base import Store
 from ..storage.remote import Remote
+from ..tasks import Fetch, Task
 from ..tensors import empty, memory_of
 from .gather import run_tasks, step_of
 

@@ -20,11 +20,12 @@ from ...core.extents import Extent
 from ...core.rounding import convert, settle
 from ...core.select import Reads
 from ...core.specs import Expr, Input, TensorSpec
-from ..pool import Task, Wait, run, run_here
+from ..pool import run, run_here
 from ..storage.base import Store
 from ..storage.joined import stores_of
 from ..storage.remote import Remote
 from ..system import without_openmp
+from ..tasks import Task, Wait
 from ..tensors import as_bytes, empty
 from . import gather
 

@@ -21,10 +21,12 @@ from ...core.box import Box, Shape, tiles
 from ...core.select import Reads
 from ...core.specs import TensorSpec
 from ...errors import DataError
-from ..pool import Batch, Fetch, Task, Work, checked
+from ..checks import Batch, checked
+from ..pool import Work
 from ..storage.access import read_pieces
 from ..storage.base import Store
 from ..storage.remote import Remote
+from ..tasks import Fetch, Task
 from ..tensors import as_bytes
 from .arenas import SMALL
 from .compute import tasks

@@ -18,8 +18,8 @@ from ...core.extents import Extent
 from ...core.requests import NEAR, Ints
 from ...core.rounding import convert, negated
 from ...errors import foreign, undecodable
-from ..pool import Fetch
 from ..storage.remote import Remote
+from ..tasks import Fetch
 from ..tensors import as_bytes
 
 if TYPE_CHECKING:

@@ -35,11 +35,12 @@ from ...core.select import Reads
 from ...core.specs import TensorSpec
 from ...core.table import Copies, Runs
 from ...errors import MissingFileError, decoding, foreign, undecodable
-from ..pool import Fetch, Task, Wait, run, run_here
+from ..pool import run, run_here
 from ..storage.access import check, lost, read_pieces
 from ..storage.base import Store
 from ..storage.mapping import Mapped
 from ..storage.remote import Remote
+from ..tasks import Fetch, Task, Wait
 from ..tensors import as_bytes, empty
 from .fetching import fetch_of, resolved
 from .packed import locate, locate_all, located, unpacked, unpacked_into, unread

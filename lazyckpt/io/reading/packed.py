@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 from ...core.extents import Archive, Chunk, Codec, Extent, Inline, Packed, Shard
 from ...core.requests import Ints
 from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
+from ..checks import checked
 from ..codecs import decode, unpack_zstd
 from ..containers.pickle.rebuild import StoredTensor
 from ..containers.torch_file import Pickles, ends, read_torch_file
-from ..containers.zip import data_offset
-from ..pool import checked, each, inline
+from ..containers.zip_offsets import data_offset
+from ..pool import each, inline
 from ..storage.access import look
 from ..storage.base import Buffer, Store
 from ..storage.in_memory import Memory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ...core.index import FileInfo
 from ...errors import ChangedFileError, LazyckptError, MissingFileError
@@ -93,3 +94,15 @@ def guarded(store: Store, guards: Mapping[str, Guard]) -> Store:
     """Set the guards of a store and return it; used to unpickle a store."""
     store.guards = dict(guards)
     return store
+
+
+class OneFile:
+    """A file of a store. Its pickle has the pin of this file only."""
+
+    __slots__ = ("path", "store")
+
+    def __init__(self, store: Store, path: str) -> None:
+        self.store, self.path = store, path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OneFile, (narrow(self.store, [self.path]), self.path)

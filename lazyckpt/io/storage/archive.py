@@ -16,7 +16,7 @@ import numpy as np
 from ...core.index import FileInfo
 from ...core.requests import Ints, Request
 from ...errors import CorruptError, DataError, MissingFileError
-from ..pool import Fetch, Task
+from ..tasks import Fetch, Task
 from .access import guarded
 from .base import Entry, Fetched, Guard, Store, Stored, changed, closed_error
 from .cache import BlockCache

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 from ...core.index import FileInfo
 from ...core.requests import Ints
 from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
-from ..pool import each, verify_later
+from ..checks import verify_later
+from ..pool import each
 from ..system import File
 from .listed import ABSENT, Listed
 from .mapping import Mapped

@@ -35,7 +35,8 @@ from typing import Any, NamedTuple
 from ...core.units import size_in_bytes
 from ...errors import CacheWarning, DataError
 from .. import user_folder
-from ..system import Directory, after_fork
+from ..directories import Directory
+from ..system import after_fork
 from ..user_folder import Refused
 from .segments import ENDING, SEGMENT, Buffers, Found, ObjectKey, Segment, cut, described, drop, remove, write
 

@@ -11,25 +11,37 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import numpy as np
+
 from ...core.requests import Ints
 
 _own = threading.local()
 
 
 class Held:
-    """Runs of bytes of one file: their offsets (ascending), lengths, places in the memory, and the memory."""
+    """Runs of bytes of one file, in any order: their ``offsets`` (ascending), ``lengths``, places in the memory
+    (``at``), and the ``memory``, which the caller fills."""
 
-    def __init__(self, offsets: Ints, lengths: Ints, at: Ints, memory: memoryview) -> None:
-        self._offsets, self._lengths, self._at = offsets.tolist(), lengths.tolist(), at.tolist()
-        self._memory = memory
+    def __init__(self, offsets: Ints, lengths: Ints) -> None:
+        order = np.argsort(offsets, kind="stable")
+        self.offsets, self.lengths = offsets[order], lengths[order]
+        self.at = np.cumsum(self.lengths) - self.lengths
+        self.memory = np.empty(int(lengths.sum()), np.uint8).data
+        self._runs = self.offsets.tolist(), self.lengths.tolist(), self.at.tolist()
+
+    @property
+    def pieces(self) -> list[tuple[int, memoryview]]:
+        """The runs, each with its memory: (offset, memory)."""
+        return [(offset, self.memory[at : at + length]) for offset, length, at in zip(*self._runs, strict=True)]
 
     def read_into(self, offset: int, target: memoryview) -> bool:
         """Fill a target, if all of its bytes are held; return whether they were."""
-        n = bisect_right(self._offsets, offset) - 1
-        if n < 0 or offset + len(target) > self._offsets[n] + self._lengths[n]:
+        offsets, lengths, places = self._runs
+        n = bisect_right(offsets, offset) - 1
+        if n < 0 or offset + len(target) > offsets[n] + lengths[n]:
             return False
-        start = self._at[n] + offset - self._offsets[n]
-        target[:] = self._memory[start : start + len(target)]
+        start = places[n] + offset - offsets[n]
+        target[:] = self.memory[start : start + len(target)]
         return True
 
 

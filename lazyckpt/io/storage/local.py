@@ -25,8 +25,6 @@ from stat import S_ISDIR, S_ISREG
 from time import monotonic
 from typing import Any, TypeVar
 
-import numpy as np
-
 from ...core.index import FileInfo
 from ...core.requests import Ints
 from ...errors import ChangedFileError, CorruptError, DataError, LazyckptError, MissingFileError
@@ -191,16 +189,12 @@ class LocalStore(Store):
     def holding(self, wanted: Mapping[str, tuple[Ints, Ints]]) -> Iterator[None]:
         held: dict[tuple[int, str], Held] = {}
         for path, (offsets, lengths) in wanted.items() if self.joins else ():
-            order = np.argsort(offsets, kind="stable")
-            offsets, lengths = offsets[order], lengths[order]
-            at = np.cumsum(lengths) - lengths
-            memory = np.empty(int(lengths.sum()), np.uint8).data
-            places = zip(offsets.tolist(), at.tolist(), (at + lengths).tolist(), strict=True)
+            one = Held(offsets, lengths)
             try:
-                self.read_pieces(path, [(offset, memory[start:stop]) for offset, start, stop in places])
+                self.read_pieces(path, one.pieces)
             except LazyckptError:  # the read that wants it raises it, for its tensor alone
                 continue
-            held[id(self), path] = Held(offsets, lengths, at, memory)
+            held[id(self), path] = one
         with kept(held):
             yield
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ...core.requests import Ints, cut
-from ..pool import Fetch
+from ..tasks import Fetch
 
 FEW = 4  # pieces up to which each is looked up in the cache, and filled in its place
 _MANY = 16  # pieces from which on numpy copies them faster than a loop

@@ -16,7 +16,8 @@ import numpy as np
 from ...core.index import FileInfo
 from ...core.requests import GAP, Ints, Policy, Request
 from ...errors import LazyckptError
-from ..pool import Fetch, Task, each, run
+from ..pool import each, run
+from ..tasks import Fetch, Task
 from .base import Store
 from .cache import BlockCache
 from .held import Held, kept, take
@@ -78,12 +79,8 @@ class Remote(Store):
         fetches: list[Task] = []
         held: dict[tuple[int, str], Held] = {}
         for path, (offsets, lengths) in wanted.items():
-            order = np.argsort(offsets, kind="stable")
-            offsets, lengths = offsets[order], lengths[order]
-            at = np.cumsum(lengths) - lengths
-            memory = np.empty(int(lengths.sum()), np.uint8).data
-            fetches.append((len(memory), Fetch(self, path, offsets, lengths, at, memory)))
-            held[id(self), path] = Held(offsets, lengths, at, memory)
+            one = held[id(self), path] = Held(offsets, lengths)
+            fetches.append((len(one.memory), Fetch(self, path, one.offsets, one.lengths, one.at, one.memory)))
         try:
             run(fetches)
         except LazyckptError:  # the read that wants it raises it, for its tensor alone

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ...core.requests import Policy
-from ..pool import pause
+from ..cancelling import pause
 from .traffic import Traffic
 
 _FIRST, _LONGEST = 0.1, 8.0  # seconds between two attempts

@@ -23,7 +23,8 @@ import numpy as np
 from ...core.index import FileInfo
 from ...core.requests import Ints, Policy, Request, join
 from ...errors import MissingFileError
-from ..pool import Fetch, Task, go_on
+from ..cancelling import go_on
+from ..tasks import Fetch, Task
 from .base import Buffer, Entry, Fetched, closed_error, raise_unreadable
 from .cache import BlockCache, Keeping, configured, object_key, place_of
 from .credentials import hint

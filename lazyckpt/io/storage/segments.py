@@ -38,7 +38,8 @@ import numpy as np
 from zlib_ng.zlib_ng import crc32
 
 from .. import user_folder
-from ..system import Directory, File, read_at, write_all_at, write_at
+from ..directories import Directory
+from ..system import File, read_at, write_all_at, write_at
 from ..user_folder import Refused
 
 BLOCK = 32 << 10  # bytes that have a checksum of their own; at most 64 KiB by the layout

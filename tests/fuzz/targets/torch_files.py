@@ -15,7 +15,9 @@ import lazyckpt
 from lazyckpt.errors import LazyckptError
 from lazyckpt.io.containers.pickle.plain import Plain
 from lazyckpt.io.containers.torch_file import read_torch_file
-from lazyckpt.io.containers.zip import data_offset, read_columns, read_zip
+from lazyckpt.io.containers.zip import read_zip
+from lazyckpt.io.containers.zip_columns import read_columns
+from lazyckpt.io.containers.zip_offsets import data_offset
 from lazyckpt.io.storage.streams import StoreFile
 
 from ... import test_datastates

@@ -168,3 +168,11 @@ def _leaf(value: Any) -> str:
         return repr(value)
     size = f" of {len(value)}" if isinstance(value, dict | list | tuple | set | frozenset) else ""
     return f"{type(value).__name__}{size}"
+
+
+def content_of(value: Any) -> bytes | None:
+    """Return the bytes in a pickled `io.BytesIO`; None if the value is no such object, or holds none."""
+    if not isinstance(value, Opaque) or (value.module.lstrip("_"), value.name) != ("io", "BytesIO"):
+        return None
+    parts = (*(value.args or ()), *(value.state if isinstance(value.state, tuple) else ()))
+    return next((part for part in parts if isinstance(part, bytes)), None)
