@@ -18,6 +18,7 @@ from ..core.merkle import SIZE, Form, Hasher, Leaves, hash_of
 from ..core.packs import packed
 from ..errors import LazyckptError
 from ..io.memory import many_objects
+from ..io.storage.access import OneFile
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, Run
 from ..jobs.passing import parts_of
@@ -28,7 +29,7 @@ from ..lazy import LazyArray, shape_of
 from ..namespace import Namespace
 from . import small
 from .manifest import Digest, StateDigest
-from .small import Hashed, OneFile, Rows
+from .small import Hashed, Rows
 
 _TASK = 64 << 20  # most bytes of a task, whole runs
 
