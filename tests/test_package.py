@@ -195,6 +195,35 @@ def test_the_rule_sees_imports() -> None:
     assert {"lazyckpt.export.zarr", "lazyckpt.export.torch"} <= imports(PACKAGE / "export/registry.py")
 
 
+@functools.cache
+def bound_in(path: Path) -> set[str]:
+    """The names that a module's code binds."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add(node.asname or node.name)
+    return found
+
+
+def test_tools_import_what_is_there() -> None:
+    """No lane runs them, and mypy does not read them."""
+    for path in (*(ROOT / "tools").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            module = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
+            if not isinstance(node, ast.ImportFrom) or not module or module.split(".")[0] not in ("lazyckpt", "tests"):
+                continue
+            folder = ROOT.joinpath(*module.split("."))
+            source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+            for name in (alias.name for alias in node.names):
+                inner = folder / f"{name}.py", folder / name
+                known = any(one.exists() for one in inner) or (source.exists() and name in bound_in(source))
+                assert known, f"{path.name}: {module} has no {name}"
+
+
 def test_the_core_does_no_io() -> None:
     for path in (PACKAGE / "core").glob("*.py"):
         modules = {

@@ -23,6 +23,7 @@ from matplotlib.patches import ConnectionPatch, Rectangle
 import lazyckpt
 from lazyckpt.core.fragments import fragment_boxes
 from lazyckpt.core.plan import plan
+from lazyckpt.core.select import Selection
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "pictures" / "overview.png"
@@ -55,21 +56,19 @@ class File(NamedTuple):
 def checkpoint(folder: Path) -> Path:
     """A checkpoint that DeepSpeed writes: AutoTP on two ranks, ZeRO-2 on two."""
     sys.path.insert(0, str(ROOT))
-    from tests.writers.deepspeed_more import write_autotp
+    from tests.writers.deepspeed_launch import launch
+    from tests.writers.deepspeed_specs import AutoTPSpec
 
-    sizes = {"heads": 4, "kv_heads": 2, "head_size": 8, "mlp": 48, "vocab": 64, "layers": 2}
-    return write_autotp(folder / "autotp", stage=2, tp=2, dp=2, **sizes).path
+    launch(folder, {"autotp": AutoTPSpec(stage=2, dp=2, heads=4, kv_heads=2, head_size=8, mlp=48, vocab=64)})
+    return folder / "autotp"
 
 
 def files_of(view: lazyckpt.CheckpointView, t: lazyckpt.LazyTensor) -> list[File]:
     """In the order of the fragments."""
     wanted: dict[str, list[int]] = {}
-    for _, want in t.selection[KEY].reads().blocks():
-        for copy in plan(t.spec, want):
-            places = copy.start + sum(
-                np.ix_(*(np.arange(n) * s for n, s in zip(copy.shape, copy.strides, strict=True)))
-            )
-            wanted.setdefault(copy.extent.path, []).extend(copy.extent.offset + places.ravel() * t.itemsize)
+    for copy in plan(t.spec, Selection.all(t.spec.shape)[KEY].reads().want):
+        places = copy.start + sum(np.ix_(*(np.arange(n) * s for n, s in zip(copy.shape, copy.strides, strict=True))))
+        wanted.setdefault(copy.extent.path, []).extend(copy.extent.offset + places.ravel() * t.itemsize)
     found = []
     for fragment in t.fragments:
         extent: Any = fragment.extent

@@ -107,6 +107,13 @@ def cut(starts: Ints, lengths: Ints, at: Ints, owner: Ints, size: int) -> tuple[
         Where they go to in memory, in bytes.
     owner
         A number for each piece, which its parts get, too.
+    size
+        The largest part in bytes.
+
+    Returns
+    -------
+    tuple of four arrays
+        The same four arrays for the parts.
     """
     if not len(lengths) or lengths.max() <= size:
         return starts, lengths, at, owner

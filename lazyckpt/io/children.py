@@ -120,7 +120,7 @@ class Child:
         return Frame(said, data)
 
     def wrong(self) -> CorruptError:
-        """Return the error of a program that says what it should not: the file has taken it over."""
+        """Return the error for an answer that the program does not give by itself: the file may control it."""
         return CorruptError(
             f"{self.where}: the process that parses it gave an answer that makes no sense: the file is hostile, or "
             "damaged. Copy it again from its source, or do not trust it."

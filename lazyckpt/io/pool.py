@@ -33,7 +33,7 @@ _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 _lookers: ThreadPoolExecutor | None = None
 _waiters: ThreadPoolExecutor | None = None
-_looking = threading.local()  # ``here``: whether this thread must not wait for the pool of `each`
+_own = threading.local()  # ``here``: whether this thread must not wait for the pool of `each`
 
 
 def run(tasks: Iterable[Task]) -> None:
@@ -119,7 +119,7 @@ class Work:
         self._fetches = []
 
     def _send(self, tasks: Sequence[Task], width: int) -> None:
-        if getattr(_looking, "here", False):  # this thread belongs to the pool, see also `inline`
+        if getattr(_own, "here", False):  # this thread belongs to the pool, see also `inline`
             self._rest += tasks
             return
         with self._lock:
@@ -131,7 +131,7 @@ class Work:
 
     def _take_requests(self) -> None:
         """Make requests until none is left."""
-        _looking.here = True
+        _own.here = True
         with self._reads.joined(), stopping_at(self._stop):
             try:
                 while True:
@@ -199,7 +199,7 @@ def each(do: Callable[[T], object], items: Sequence[T], width: int = _LOOKERS) -
     another on the calling thread: waiting for another thread of the same pool could deadlock. Raises the first error
     after every started call has stopped.
     """
-    if len(items) < 2 or getattr(_looking, "here", False):
+    if len(items) < 2 or getattr(_own, "here", False):
         for item in items:
             do(item)
         return
@@ -208,7 +208,7 @@ def each(do: Callable[[T], object], items: Sequence[T], width: int = _LOOKERS) -
         stop = threading.Event()
 
         def some(n: int) -> None:
-            _looking.here = True
+            _own.here = True
             with batch.joined(), stopping_at(stop):
                 for item in items[n::width]:
                     do(item)
@@ -228,12 +228,12 @@ def each(do: Callable[[T], object], items: Sequence[T], width: int = _LOOKERS) -
 def inline() -> Iterator[None]:
     """Make all requests of this thread within the context one after another on it. For a thread that holds a lock which
     threads of the pool may be waiting for: it must not wait for them."""
-    before = getattr(_looking, "here", False)
-    _looking.here = True
+    before = getattr(_own, "here", False)
+    _own.here = True
     try:
         yield
     finally:
-        _looking.here = before
+        _own.here = before
 
 
 def stopped(futures: Sequence[Future[Any]]) -> None:

@@ -309,7 +309,7 @@ def _block(local: str, whole: TensorSpec, placement: Placement, how: str) -> Ten
 
 
 def zeros_like(like: TensorSpec, shape: Shape) -> TensorSpec:
-    """Return a tensor of zeros that no file holds; computed if the other one is, which may be of several stores."""
+    """Return a tensor of zeros that no file holds. It is computed if ``like`` is, which may be in several stores."""
     paths = (f.extent.path for one in leaves(like) if not one.source for f in one.spec.fragments)
     path = next(paths, "")
     strides = (0,) * len(shape)

@@ -68,7 +68,7 @@ def config_in(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def with_dtype(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Return a config.json that says the dtype of the weights, as `save_pretrained` does, also where it says it of
+    """Return a config.json with the dtype of the weights, as `save_pretrained` writes it, also in the configurations of
     parts of the model. Before transformers 5 the key was torch_dtype.
 
     >>> with_dtype({"torch_dtype": "float16", "text_config": {"dtype": "float16"}}, torch.float32)

@@ -80,6 +80,8 @@ def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = Non
 
     Parameters
     ----------
+    view
+        The view.
     depth
         Number of levels to show; None shows all.
     limit

@@ -26,6 +26,8 @@ class Served(Requesting):
         Bytes that arrive at a time.
     before
         Called with the path, the start and the stop of each request before it is answered; it may raise.
+    pins
+        See `Requesting`.
     """
 
     def __init__(

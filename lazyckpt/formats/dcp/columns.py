@@ -153,13 +153,17 @@ def _chunks(cursor: _Cursor) -> None:
     cursor.exactly(b"ub")
 
 
-def _pairs(cursor: _Cursor) -> None:
+def _key(cursor: _Cursor) -> None:
     cursor.get("made")
     cursor.exactly(_MADE)
     cursor.get("k0")
     cursor.text("key")
     cursor.get("k1")
     cursor.hint()
+
+
+def _pairs(cursor: _Cursor) -> None:
+    _key(cursor)
     cursor.get("k2")
     cursor.sizes("start_of")
     cursor.exactly(b"ub")
@@ -169,12 +173,7 @@ def _pairs(cursor: _Cursor) -> None:
 def _objects(cursor: _Cursor) -> None:
     """As `_pairs`, of an object, whose index has no offset (torch/distributed/checkpoint/metadata.py
     `MetadataIndex.__init__`)."""
-    cursor.get("made")
-    cursor.exactly(_MADE)
-    cursor.get("k0")
-    cursor.text("key")
-    cursor.get("k1")
-    cursor.hint()
+    _key(cursor)
     cursor.exactly(b"ub")
     _place(cursor)
 

@@ -61,7 +61,7 @@ class Zip(NamedTuple):
 
 
 def read_zip(file: StoreFile) -> Zip:
-    """Read the directory of a zip, without the records' own headers (see `data_offsets` for those).
+    """Read the directory of a zip, without the records' own headers (see `zip_offsets` for those).
 
     Raises CorruptError for damage and for ambiguities between zip readers.
     """

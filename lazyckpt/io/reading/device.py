@@ -269,7 +269,7 @@ class Ring:
 @contextmanager
 def ring(place: torch.device | Device) -> Iterator[Ring]:
     """Make a ring to a device. When the block ends, everything that was sent has arrived, or no read and no copy is
-    under way any more. The files read are verified together at the end (see `pool.checked`)."""
+    under way any more. The files read are verified together at the end (see `checks.checked`)."""
     with checked() as reads:
         made = Ring(place if isinstance(place, Device) else device_of(place), reads)
         try:

@@ -25,6 +25,8 @@ def failed(e: Exception, where: str, place: Place, endpoint: str) -> Exception:
 
     Parameters
     ----------
+    e
+        The error.
     where
         The URL of what was requested.
     place, endpoint

@@ -57,6 +57,8 @@ class ObjectStore(Requesting):
         ``storage_options``, see `connecting`.
     traffic, pins
         See `Requesting`.
+    connection
+        The store of obstore to use; None connects to the URL.
     """
 
     def __init__(

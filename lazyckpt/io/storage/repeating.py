@@ -49,6 +49,8 @@ def repeated(ask: Callable[[], T], policy: Policy, io: Traffic, known: bool = Fa
     ----------
     ask
         Makes the request once. Raises Transient if it can be repeated.
+    policy
+        The deadline, in seconds.
     io
         Counts the requests, and knows whether the server has answered before.
     known
