@@ -59,7 +59,7 @@ FIXTURES = {
 # Fixtures that take seconds or start processes: one worker makes each and runs its tests, so that no other worker waits
 # for it or makes it again.
 LONG = {
-    "bomb_range", "browser", "cost_range", "finished", "loaded", "megatron_logits", "moto", "ran", "resumed",
+    "bomb_range", "browser", "cost_range", "finished", "loaded", "megatron_logits", "ran", "resumed",
     "thousand", "tools", "zarr_cases",
 }  # fmt: skip
 

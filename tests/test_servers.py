@@ -31,7 +31,7 @@ def server() -> Iterator[Handle]:
         yield handle
 
 
-@pytest.fixture(params=["ours", pytest.param("moto", marks=pytest.mark.xdist_group("moto"))])
+@pytest.fixture(params=["ours", "moto"])
 def client(request: pytest.FixtureRequest) -> Iterator[Any]:
     """boto3's client of our server, and of moto: the same tests hold for both."""
     boto3 = pytest.importorskip("boto3")
