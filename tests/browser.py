@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Browser", "chromium"]
+__all__ = ["Browser", "chromium", "running", "until"]
+
+PATIENCE = 120.0  # seconds; a busy machine takes long to draw a page
 
 FRAME = "<!doctype html><html><head><meta charset='utf-8'><title>notebook</title></head><body{}>{}</body></html>"
 
@@ -71,6 +73,14 @@ def chromium() -> tuple[str, str]:
     if not browser or not driver:
         pytest.skip("Chromium and its driver are not installed (Debian: apt-get install chromium chromium-driver)")
     return browser, driver
+
+
+def until(browser: Browser, code: str) -> Any:
+    """Wait until a JavaScript expression is true, and return its value."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    waiting = WebDriverWait(browser.driver, PATIENCE, poll_frequency=0.05)
+    return waiting.until(lambda driver: driver.execute_script(f"return {code}"), code)
 
 
 @contextmanager

@@ -56,8 +56,12 @@ FIXTURES = {
     "megatron_folder": "megatron",
 }
 
-# Fixtures that start processes for many seconds: one worker makes each and runs its tests, so that no other waits.
-LONG = {"finished", "loaded", "megatron_logits", "ran", "resumed", "tools"}
+# Fixtures that take seconds or start processes: one worker makes each and runs its tests, so that no other worker waits
+# for it or makes it again.
+LONG = {
+    "bomb_range", "browser", "cost_range", "finished", "loaded", "megatron_logits", "ran", "resumed",
+    "thousand", "tools", "zarr_cases",
+}  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -372,7 +372,7 @@ def test_a_full_disk_is_one_warning(
 
 
 def test_threads_that_fail_together_warn_once(cache: BlockCache, truth: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(8, timeout=20)
+    together = threading.Barrier(8, timeout=60)
 
     def full(*_: object) -> None:
         together.wait()

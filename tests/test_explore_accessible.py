@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from lazyckpt.explore.fitting import key_of, plans
 from lazyckpt.explore.server import asset
 from lazyckpt.explore.subject import Subject
 
-from .browser import Browser, chromium, running
+from .browser import Browser, chromium, running, until
 
 pytestmark = pytest.mark.slow
 AXE = Path(__file__).parents[1] / "lazyckpt" / "explore" / "frontend" / "node_modules" / "axe-core" / "axe.min.js"
@@ -78,12 +77,6 @@ def zero3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("demo")
     demo_files.write(folder)
     return folder / "zero3"
-
-
-def until(browser: Browser, code: str) -> Any:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    return WebDriverWait(browser.driver, 10, 0.05).until(lambda driver: driver.execute_script(f"return {code}"))
 
 
 def pages(browser: Browser) -> list[str]:

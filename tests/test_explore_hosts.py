@@ -188,7 +188,7 @@ def test_a_widget_answers_messages(view: lazyckpt.CheckpointView) -> None:
     channel.receive("no message")
     channel.receive({"cancel": "b-99"})
     channel.receive({"ping": "a"})
-    messages = [sent.get(timeout=20) for _ in range(5)]
+    messages = [sent.get(timeout=60) for _ in range(5)]
     found = {content["id"]: (content["status"], body) for content, body in messages if "id" in content}
     assert [found[f"a-{n}"][0] for n in range(4)] == [200, 200, 404, 404]
     assert found["a-0"][1] == explorer.answer("about", {}).body
@@ -196,7 +196,7 @@ def test_a_widget_answers_messages(view: lazyckpt.CheckpointView) -> None:
     channel.close()
     channel.receive({"id": "a-5", "request": "about"})
     channel.receive({"ping": "b"})
-    assert sent.get(timeout=20)[0] == {"pong": "b"}  # and nothing else
+    assert sent.get(timeout=60)[0] == {"pong": "b"}  # and nothing else
 
 
 def test_the_widget_is_one_of_anywidget(view: lazyckpt.CheckpointView) -> None:

@@ -17,7 +17,7 @@ import torch
 import lazyckpt
 from lazyckpt.inspect.expert_likeness import expert_likeness
 
-from .browser import Browser, chromium, running
+from .browser import Browser, chromium, running, until
 from .recordings import GOLDEN
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,7 @@ class Pages:
     """The pages of one subject. ``view``: what they show, of a run its last step."""
 
     def __init__(self, browser: Browser, server: Any, view: lazyckpt.CheckpointView) -> None:
-        self.js, self.view = browser.js, view
+        self.browser, self.js, self.view = browser, browser.js, view
         self.base = server.url.partition("?")[0]
         browser.complaints()
         browser.driver.get(server.url)
@@ -45,9 +45,7 @@ class Pages:
         self.titles = self.js("return [...document.querySelectorAll('.top nav a')].map(a => a.textContent)")
 
     def until(self, code: str) -> Any:
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        return WebDriverWait(self, 20, 0.02).until(lambda page: page.js(f"return {code}"), code)
+        return until(self.browser, code)
 
     def go(self, page: str, **parameters: str) -> None:
         query = "&".join(f"{key}={quote(value, safe='')}" for key, value in parameters.items())

@@ -13,7 +13,7 @@ import torch
 import lazyckpt
 import lazyckpt.demo as demo_files
 
-from .browser import Browser, chromium, running
+from .browser import Browser, chromium, running, until
 
 pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=alert(1)>.\x1b[31m\u202eweight"
@@ -60,9 +60,7 @@ class Page:
 
     def until(self, code: str) -> Any:
         """What a JavaScript expression gives when it is true."""
-        from selenium.webdriver.support.ui import WebDriverWait
-
-        return WebDriverWait(self.browser.driver, 20).until(lambda driver: driver.execute_script(f"return {code}"))
+        return until(self.browser, code)
 
     def rows(self) -> list[str]:
         return list(

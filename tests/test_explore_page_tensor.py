@@ -13,7 +13,7 @@ import torch
 import lazyckpt
 from lazyckpt import demo
 
-from .browser import Browser, chromium, running
+from .browser import Browser, chromium, running, until
 
 pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=alert(1)>.\x1b[31m\u202eweight"
@@ -24,12 +24,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     chromium()
     with running(tmp_path_factory.mktemp("pages"), tmp_path_factory.mktemp("profile")) as found:
         yield found
-
-
-def until(browser: Browser, code: str) -> Any:
-    from selenium.webdriver.support.ui import WebDriverWait
-
-    return WebDriverWait(browser.driver, 20).until(lambda driver: driver.execute_script(f"return {code}"))
 
 
 def test_a_tensor_from_the_whole_to_one_element(browser: Browser, tmp_path: Path) -> None:

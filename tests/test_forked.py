@@ -42,6 +42,7 @@ from obstore.exceptions import NotFoundError  # noqa: E402
 
 from .forked_stores import Plain, Strange  # noqa: E402
 from .servers.fixtures import Cloud  # noqa: E402
+from .workers import Slices, Stored  # noqa: E402
 
 DATA = bytes(range(256)) * 40_000  # 10 MB
 LONGEST = 60  # seconds for a child; one that hangs is killed
@@ -328,40 +329,17 @@ def test_the_helper_does_not_import_torch() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=root, check=True, timeout=LONGEST)
 
 
-class Rows(data.Dataset[torch.Tensor]):
-    def __init__(self, store: Plain) -> None:
-        self.store = store
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, n: int) -> torch.Tensor:
-        data = bytearray(self.store.read("data", n * 1000, 1000))
-        return torch.frombuffer(data, dtype=torch.uint8)
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_of_a_data_loader(method: str, store: Plain) -> None:
-    loader = data.DataLoader(Rows(store), batch_size=4, num_workers=2, multiprocessing_context=method, timeout=LONGEST)
+    loader = data.DataLoader(
+        Stored(store), batch_size=4, num_workers=2, multiprocessing_context=method, timeout=LONGEST
+    )
     found = torch.cat([batch.flatten() for batch in loader])
     assert bytes(found.tolist()) == DATA[:32_000]
     assert pickle.loads(pickle.dumps(store)).url == store.url
 
 
 # -- views
-
-
-class Slices(data.Dataset[torch.Tensor]):
-    """Rows of a lazy tensor."""
-
-    def __init__(self, tensor: lazyckpt.LazyTensor) -> None:
-        self.tensor = tensor
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, n: int) -> torch.Tensor:
-        return self.tensor[n * 10 : n * 10 + 2]
 
 
 MODEL = {"a": torch.arange(240_000, dtype=torch.float32).view(240, 1000), "b": torch.arange(7)}

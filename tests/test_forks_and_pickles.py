@@ -8,12 +8,10 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 from multiprocessing import current_process, get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,6 +28,7 @@ from lazyckpt.jobs.sending import Descriptions
 
 from .hostility import deadline
 from .lanes import sampled
+from .workers import Rows, options_of, rows
 
 
 def _child(do: object) -> int:
@@ -123,11 +122,6 @@ def test_a_child_that_is_forked_during_an_export(tmp_path: Path) -> None:
 W = torch.arange(2000).view(50, 40)
 
 
-def _rows(view: Mapping[str, Any], rows: list[int]) -> list[list[int]]:
-    """What a worker reads of a view that came to it in a pickle."""
-    return [view["w"][row].tolist() for row in rows] + [view["p.q"][...].tolist()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
 def test_workers_of_an_executor_read_a_view(tmp_path: Path, method: str) -> None:
@@ -137,7 +131,7 @@ def test_workers_of_an_executor_read_a_view(tmp_path: Path, method: str) -> None
     stop = threading.Event()
 
     def work() -> None:
-        while not stop.wait(0.002):  # the processes that start have the processor, too
+        while not stop.wait(0.01):  # the processes that start have the processor, too
             view["w"][7:9], view["w"][...]
 
     threads = [threading.Thread(target=work) for _ in range(3)]
@@ -145,7 +139,7 @@ def test_workers_of_an_executor_read_a_view(tmp_path: Path, method: str) -> None
         thread.start()
     try:
         with ProcessPoolExecutor(2, get_context(method)) as pool:
-            found = [pool.submit(_rows, view, [n, 49 - n]) for n in range(10)]
+            found = [pool.submit(rows, view, [n, 49 - n]) for n in range(10)]
             for n, future in enumerate(found):
                 assert future.result(timeout=120) == [W[n].tolist(), W[49 - n].tolist(), [0, 1, 2]]
             part = pool.submit(len, view.prefix("p"))
@@ -154,20 +148,6 @@ def test_workers_of_an_executor_read_a_view(tmp_path: Path, method: str) -> None
         stop.set()
         for thread in threads:
             thread.join()
-
-
-class _Rows(torch.utils.data.Dataset[torch.Tensor]):
-    """The rows of a lazy tensor."""
-
-    def __init__(self, view: Mapping[str, Any]) -> None:
-        self.view = view
-
-    def __len__(self) -> int:
-        return len(self.view["w"])
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        found: torch.Tensor = self.view["w"][row]
-        return found
 
 
 @pytest.mark.slow
@@ -189,7 +169,7 @@ def test_workers_of_a_data_loader_read_a_view(tmp_path: Path, method: str, kind:
     with lazyckpt.open(path) as view:
         assert torch.equal(view["w"][...], W)
         loader = torch.utils.data.DataLoader(
-            _Rows(view), batch_size=8, num_workers=2, multiprocessing_context=method, timeout=120
+            Rows(view), batch_size=8, num_workers=2, multiprocessing_context=method, timeout=120
         )
         for _ in range(2):  # each time with new workers
             assert torch.equal(torch.cat(list(loader)), W)
@@ -261,17 +241,13 @@ def test_the_tasks_of_a_job_have_credentials(monkeypatch: pytest.MonkeyPatch) ->
         pickle.dumps(store)
 
 
-def _options_of(store: FsspecStore) -> object:
-    return store.options
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 @pytest.mark.filterwarnings("ignore::lazyckpt.errors.CredentialsWarning")
 def test_workers_on_this_machine_can_use_the_credentials(method: str) -> None:
     store = FsspecStore("memory://somewhere", {"token": "hush-hush"})
     with ProcessPoolExecutor(1, get_context(method)) as pool:
-        assert pool.submit(_options_of, store).result(timeout=120) == {"token": "hush-hush"}
+        assert pool.submit(options_of, store).result(timeout=120) == {"token": "hush-hush"}
 
 
 def test_a_password_in_a_url_is_never_shown() -> None:

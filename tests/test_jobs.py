@@ -255,7 +255,7 @@ def test_a_cluster_that_loses_a_worker(
 
     path, state = model
     view = lazyckpt.open(path)
-    view.to_zarr(tmp_path / "want.zarr", chunk="4KB", codec="zstd")
+    view.to_zarr(tmp_path / "want.zarr", chunk="16KB", codec="zstd")
     monkeypatch.setattr(job, "_TOGETHER", 2)
     options: dict[str, Any] = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": ":0"}
     with LocalCluster(**options, local_directory=str(tmp_path / "dask")) as cluster, Client(cluster) as client:
@@ -266,12 +266,12 @@ def test_a_cluster_that_loses_a_worker(
         pid = next(iter(pids.values()))
         killer = threading.Thread(target=_kill_when_begun, args=(tmp_path, lambda: pid, killed))
         killer.start()
-        view.to_zarr(tmp_path / "out.zarr", chunk="4KB", codec="zstd", executor=executor, verify=True)
+        view.to_zarr(tmp_path / "out.zarr", chunk="16KB", codec="zstd", executor=executor, verify=True)
         killer.join()
         assert killed.is_set() and pid not in client.run(os.getpid).values()
         assert _content(tmp_path / "out.zarr") == _content(tmp_path / "want.zarr")
         # the same again: Dask must not take it for what it has done already
-        view.to_zarr(tmp_path / "again.zarr", chunk="4KB", codec="zstd", executor=executor)
+        view.to_zarr(tmp_path / "again.zarr", chunk="16KB", codec="zstd", executor=executor)
         assert _content(tmp_path / "again.zarr") == _content(tmp_path / "want.zarr")
         (file,) = view.to_safetensors(tmp_path / "out", executor=executor)
         assert all(bit_equal(t, state[name]) for name, t in load_file(file).items())

@@ -150,7 +150,7 @@ FAMILIES: dict[str, Callable[[int], bytes]] = {
 
 
 @pytest.fixture(scope="module")
-def child() -> Iterator[Range]:
+def cost_range() -> Iterator[Range]:
     made = Range()
     try:
         yield made
@@ -167,23 +167,23 @@ def cost(made: Range, path: Path, body: bytes) -> tuple[float, int]:
 
 
 @pytest.fixture(scope="module")
-def usual(child: Range, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, int]:
+def usual(cost_range: Range, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, int]:
     """Of a harmless file."""
     path = tmp_path_factory.mktemp("usual") / "usual.pt"
-    found = [cost(child, path, dict_of(text("w"), tensor())) for _ in range(2)]
+    found = [cost(cost_range, path, dict_of(text("w"), tensor())) for _ in range(2)]
     return min(seconds for seconds, _ in found), min(memory for _, memory in found)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_twice_the_file_costs_less_than_three_times_as_much(
-    name: str, tmp_path: Path, child: Range, usual: tuple[float, int]
+    name: str, tmp_path: Path, cost_range: Range, usual: tuple[float, int]
 ) -> None:
     """The least of up to six measurements: a busy machine makes any one of the processor's time too long."""
     least, base = usual
     seconds = twice = float("inf")
     for _ in range(6):
-        now, memory = cost(child, tmp_path / "once.pt", FAMILIES[name](SIZE))
-        later, more = cost(child, tmp_path / "twice.pt", FAMILIES[name](2 * SIZE))
+        now, memory = cost(cost_range, tmp_path / "once.pt", FAMILIES[name](SIZE))
+        later, more = cost(cost_range, tmp_path / "twice.pt", FAMILIES[name](2 * SIZE))
         seconds, twice = min(seconds, now), min(twice, later)
         fast = twice - least < 3 * max(seconds - least, 0) + SLACK
         small = more - base < 3 * max(memory - base, 0) + SMALL

@@ -171,7 +171,7 @@ def test_a_call_that_ends_before_its_uploads_are_recorded(
     def lost(self: Any, key: str, content: Any) -> int:
         marks.append(key)
         if len(marks) == 2:
-            assert sent.wait(20)
+            assert sent.wait(60)
             raise ConnectionResetError("killed")
         return put(self, key, content)
 

@@ -268,7 +268,7 @@ def get(server: Handle, path: str, range: str | None = None, **headers: str) -> 
 
 
 def ask(server: Handle, path: str, range: str | None = None, **headers: str) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     sent = {name.replace("_", "-"): value for name, value in headers.items()} | ({"Range": range} if range else {})
     connection.request("GET", path, headers=sent)
     answer = connection.getresponse()
