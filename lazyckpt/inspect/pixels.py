@@ -145,8 +145,12 @@ def pooled(
     count = source.counts(groups.edges)
     finite = count if cells.nan is None or cells.inf is None else count - cells.nan - cells.inf
     some = finite > 0
+    low, high, mean = cells.low, cells.high, cells.total  # of a large grid, memory for more would be much
     with np.errstate(invalid="ignore", divide="ignore"):
-        low, high, mean = (np.where(some, one, np.nan) + 0.0 for one in (cells.low, cells.high, cells.total / finite))
+        mean /= finite
+    for one in (low, high, mean):
+        np.copyto(one, np.nan, where=~some)
+        one += 0.0  # makes 0 of -0
     exact = source.complete
     return Pixels(plane, row_edges, col_edges, low, high, mean, count, cells.nan, cells.inf, exact, int(count.sum()))
 

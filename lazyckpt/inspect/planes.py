@@ -20,6 +20,7 @@ import numpy as np
 from ..core.box import Box, Shape, tiles
 from ..errors import DataError
 from ..io.pool import go_on
+from ..io.reading.gather import once
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, runner
 from ..jobs.pieces import scratch
@@ -406,7 +407,8 @@ def _folded(number: int, group: Sequence[Block], start: Callable[[Sequence[Box]]
     fold = start([box for box, _, _ in group])
     for box, part, ahead in group:
         go_on()
-        block = part.read_into(scratch(part.nbytes).view(part.dtype).view(part.shape))
+        with once():
+            block = part.read_into(scratch(part.nbytes).view(part.dtype).view(part.shape))
         if packing(part.spec.dtype) > 1:
             found = numbers(block).reshape(*box.shape[:-1], -1)[..., ahead : ahead + box.shape[-1]]
             for one in tiles(box.shape, _BLOCK):
