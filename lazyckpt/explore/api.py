@@ -42,7 +42,7 @@ _MODULES = (
     "endpoints.run",
     "endpoints.python",
 )  # modules with a dictionary ENDPOINTS: path -> function
-_KEPT = 8 << 20  # bytes of answers that an explorer keeps
+_KEPT = 4 << 20  # bytes of answers that an explorer keeps
 _ENTRY = 1024  # bytes of an entry besides its texts
 _STATUS = (
     (TensorNotFoundError, 404),
