@@ -233,9 +233,10 @@ def _pictures(client: int) -> Iterator[str]:
 
 
 def _server(source: Path, options: str) -> subprocess.Popen[str]:
-    """A server in a process of its own, whose first line is its address."""
+    """A server in a process of its own, as `lazyckpt serve` starts it, whose first line is its address."""
     code = (
-        f"import lazyckpt, torch\nserver = lazyckpt.serve({str(source)!r}, {options})\n"
+        "import lazyckpt, torch\nfrom lazyckpt.io.system import share_heap\n"
+        f"share_heap()\nserver = lazyckpt.serve({str(source)!r}, {options})\n"
         "print(server.address, flush=True)\nserver.wait()"
     )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -278,8 +279,8 @@ AREA = Area(
     "A client reads the shard of a torch file as safetensors, which the explorer's server computes, and the converted "
     "file from nginx. The server's memory is all that is resident in its process, torch and zarr included, at most, "
     "while 100 clients read at the same time; each of those of pictures asks for an exact heat map, a part of it, a "
-    "histogram and the norms of a tensor of 64 MiB. The tree's goal is one second of processor time, the page's one second "
-    "in all. In the page of all names, the time of Chromium's main thread counts: from the answer to the first paint, "
-    "and that of the slowest of 31 keys.",
+    "histogram and the norms of a tensor of 64 MiB. The tree's goal is one second of processor time, the page's one "
+    "second in all. In the page of all names, the time of Chromium's main thread counts: from the answer to the first "
+    "paint, and that of the slowest of 31 keys.",
     _cases,
 )

@@ -45,7 +45,7 @@ _THREADS = max(2, min(4, os.cpu_count() or 1))  # that read and count for them: 
 _LIGHT = re.compile(  # paths whose answers read no tensors: they do not wait for those that do
     r"about|tree|tree/marks|tree/totals|architecture.*|ranks.*|tensor|tensor/layout|experts/layers|compare|run|python"
 )
-_SENT = 64 << 20, 8 << 20  # bytes of answers that clients are about to take: of light and of heavy ones
+_SENT = 64 << 20, 6 << 20  # bytes of answers that clients are about to take: of light and of heavy ones
 _SMALL = 1024  # bytes of an answer that is not compressed
 
 
