@@ -176,7 +176,7 @@ def _overview(settings: Settings, dtype: torch.dtype) -> Contest:
 
 
 def _clients(settings: Settings, folder: str, options: str) -> Contest:
-    """The server's resident memory, all of it, when 100 clients have read 10 MiB each."""
+    """The server's resident memory, all of it, when 100 clients have read 10 MiB each, or four pictures each."""
     source = data.torch_file(settings)
     warm(source)
     ours = _server(source, options)
@@ -190,7 +190,11 @@ def _clients(settings: Settings, folder: str, options: str) -> Contest:
 def _of_clients(ours: subprocess.Popen[str], folder: str) -> Contest:
     assert ours.stdout is not None
     address = ours.stdout.readline().strip()
-    if folder == "hf/":
+    if folder == "api/":
+        with urlopen(f"{address}api/v1/tree") as answer:
+            assert answer.status == 200
+        asked = [(f"api/v1/tensor/{path}", 0) for n in range(100) for path in _pictures(n)]
+    elif folder == "hf/":
         size = int(urlopen(Request(f"{address}hf/model.safetensors", method="HEAD")).headers["Content-Length"])
         asked = [("hf/model.safetensors", n * (size - 10 * MIB) // 99) for n in range(100)]
     else:
@@ -219,10 +223,20 @@ def _of_clients(ours: subprocess.Popen[str], folder: str) -> Contest:
     return Contest(clients, calls=1, rehearse=False, most=3, least=1, done=done)
 
 
+def _pictures(client: int) -> Iterator[str]:
+    """What the page of a tensor asks for, at first and when one zooms."""
+    name = f"layers.{client % 16}.weight"
+    yield f"tile?name={name}&rows=512&cols=512&exact=yes&fraction={1 + client % 20}"
+    yield f"tile?name={name}&rows=256&cols=256&r0={client}&r1={client + 512}&c0={client}&c1={client + 512}"
+    yield f"histogram?name={name}&bins={100 + client}"
+    yield f"norms?name={name}&rows={400 + client}&cols=512"
+
+
 def _server(source: Path, options: str) -> subprocess.Popen[str]:
-    """A server in a process of its own, whose first line is its address."""
+    """A server in a process of its own, as `lazyckpt serve` starts it, whose first line is its address."""
     code = (
-        f"import lazyckpt, torch\nserver = lazyckpt.serve({str(source)!r}, {options})\n"
+        "import lazyckpt, torch\nfrom lazyckpt.io.system import share_heap\n"
+        f"share_heap()\nserver = lazyckpt.serve({str(source)!r}, {options})\n"
         "print(server.address, flush=True)\nserver.wait()"
     )
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -242,6 +256,7 @@ def _all(settings: Settings) -> Iterator[Case]:
     for folder in ("hf/", "zarr/"):
         for options, also in (("", ""), ("dtype=torch.bfloat16", ", as bfloat16")):
             yield Case(f"100 clients of {folder}{also}", partial(_clients, settings, folder, options), memory)
+    yield Case("100 clients of pictures", partial(_clients, settings, "api/", ""), memory)
     names = settings.pick(100_000, 10_000)
     half = [Goal(1.0, against=0.5, budget="half a second")]
     yield Case(f"HTML of {names:,} tensors and of a part: processor time", partial(_html, settings, names), half)
@@ -263,8 +278,9 @@ AREA = Area(
     "The explorer",
     "A client reads the shard of a torch file as safetensors, which the explorer's server computes, and the converted "
     "file from nginx. The server's memory is all that is resident in its process, torch and zarr included, at most, "
-    "while 100 clients read at the same time. The tree's goal is one second of processor time, the page's one second "
-    "in all. In the page of all names, the time of Chromium's main thread counts: from the answer to the first paint, "
-    "and that of the slowest of 31 keys.",
+    "while 100 clients read at the same time; each of those of pictures asks for an exact heat map, a part of it, a "
+    "histogram and the norms of a tensor of 64 MiB. The tree's goal is one second of processor time, the page's one "
+    "second in all. In the page of all names, the time of Chromium's main thread counts: from the answer to the first "
+    "paint, and that of the slowest of 31 keys.",
     _cases,
 )

@@ -11,6 +11,7 @@ import typer
 
 from ..core.dtypes import dtype_named
 from ..exploring import serve as serving
+from ..io.system import share_heap
 from .console import write_error, write_line
 from .options import BaseOption, FormatOption, PathArg, RulesOption, TagOption, read_rules
 
@@ -54,6 +55,7 @@ def serve(
     It also offers the checkpoint as if it had been converted, without writing anything: as a folder of safetensors
     (hf/) and as a Zarr store (zarr/), for curl, safetensors, transformers, zarr and xarray.
     """
+    share_heap()
     rule = None if rules is None else read_rules(rules)
     with serving(
         path,

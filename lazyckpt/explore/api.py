@@ -42,7 +42,7 @@ _MODULES = (
     "endpoints.run",
     "endpoints.python",
 )  # modules with a dictionary ENDPOINTS: path -> function
-_KEPT = 64 << 20  # bytes of answers that an explorer keeps
+_KEPT = 4 << 20  # bytes of answers that an explorer keeps
 _ENTRY = 1024  # bytes of an entry besides its texts
 _STATUS = (
     (TensorNotFoundError, 404),
@@ -129,7 +129,7 @@ class Explorer:
             self._size = 0
 
     def _keep(self, key: tuple[Any, ...], answer: Answer) -> None:
-        if _size(key, answer) > _KEPT // 4:
+        if _size(key, answer) > _KEPT // 2:
             return
         with self._lock:
             old = self._answers.pop(key, None)

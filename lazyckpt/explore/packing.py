@@ -47,7 +47,7 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes
     """
     table, parts, at = [], [], 0
     for name, array in arrays.items():
-        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).tobytes()
+        data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
         table.append({"name": name, "dtype": array.dtype.name, "shape": list(array.shape), "offset": at})
         padding = -len(data) % _ALIGN
         parts += [data, bytes(padding)]

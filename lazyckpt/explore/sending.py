@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from .guard import Receive, Scope, Send
+
 ROOM = 12 << 20  # bytes of the blocks of all streams
 _BLOCK = 4 << 20  # bytes of the largest block; a power of 2, as all their sizes are
 _PIECE = 64 << 10  # bytes that are handed to the connection at a time: it buffers one such piece for a slow client
@@ -63,30 +65,32 @@ class Room:
         self._freed.set()
 
 
-async def bounded(response: Response, room: Room) -> Response:
-    """Return a response that is sent in pieces, so that the connection buffers none but the last, and that takes room
-    until its client has taken it."""
-    from starlette.responses import Response
+class Bounded:
+    """A response (as an application of ASGI) that is sent in pieces, so that the connection buffers none but the last.
+    It takes room until its client has taken it."""
 
-    whole = memoryview(response.body)
-    if len(whole) <= _PIECE:
+    def __init__(self, response: Response, room: Room) -> None:
+        self._status, self._headers, self._room = response.status_code, response.raw_headers, room
+        self._whole = memoryview(response.body)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        whole = self._whole
+        try:
+            await send({"type": "http.response.start", "status": self._status, "headers": self._headers})
+            for at in range(0, len(whole), _PIECE):
+                piece = bytes(whole[at : at + _PIECE])
+                await send({"type": "http.response.body", "body": piece, "more_body": at + _PIECE < len(whole)})
+                await asyncio.sleep(0)  # otherwise the loop would not learn that the client is gone
+        finally:
+            self._room.give(len(whole))
+
+
+async def bounded(response: Response, room: Room) -> Response | Bounded:
+    """Wait until there is room for a response, and return what sends it."""
+    if len(response.body) <= _PIECE:
         return response
-    await room.take(len(whole))
-
-    class Bounded(Response):
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            try:
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                for at in range(0, len(whole), _PIECE):
-                    piece = bytes(whole[at : at + _PIECE])
-                    await send({"type": "http.response.body", "body": piece, "more_body": at + _PIECE < len(whole)})
-                    await asyncio.sleep(0)  # otherwise the loop would not learn that the client is gone
-            finally:
-                room.give(len(whole))
-
-    sent = Bounded(status_code=response.status_code)
-    sent.raw_headers = response.raw_headers
-    return sent
+    await room.take(len(response.body))
+    return Bounded(response, room)
 
 
 class Streams:

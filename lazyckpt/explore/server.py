@@ -12,6 +12,7 @@ import gzip
 import hashlib
 import html
 import logging
+import os
 import re
 import socket
 import threading
@@ -23,12 +24,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, LazyckptError
+from ..io.pool import on
+from ..io.system import trim_memory
 from .api import Answer, Explorer, failed
 from .connections import HEADERS, limited
 from .guard import Guard, new_token
 from .packing import VERSION, to_json
 from .query import Cancelled, parameters
-from .sending import Room, bounded
+from .sending import Bounded, Room, bounded
 from .threads import in_threads
 
 if TYPE_CHECKING:
@@ -38,10 +41,11 @@ if TYPE_CHECKING:
 
 ASSETS = {"explorer.js": "text/javascript; charset=utf-8", "explorer.css": "text/css; charset=utf-8"}
 _AT_ONCE = 2  # requests that read tensors at the same time, and as many others; the rest waits
+_THREADS = max(2, min(4, os.cpu_count() or 1))  # that read and count for them: each keeps some 8 MiB
 _LIGHT = re.compile(  # paths whose answers read no tensors: they do not wait for those that do
     r"about|tree|tree/marks|tree/totals|architecture.*|ranks.*|tensor|tensor/layout|experts/layers|compare|run|python"
 )
-_SENT = 64 << 20  # bytes of the answers of either kind that clients are about to take
+_SENT = 64 << 20, 6 << 20  # bytes of answers that clients are about to take: of light and of heavy ones
 _SMALL = 1024  # bytes of an answer that is not compressed
 
 
@@ -98,8 +102,9 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
     from starlette.routing import Route
 
     light, heavy = (
-        (asyncio.Semaphore(_AT_ONCE), ThreadPoolExecutor(_AT_ONCE, "lazyckpt answer"), Room(_SENT)) for _ in range(2)
+        (asyncio.Semaphore(_AT_ONCE), ThreadPoolExecutor(_AT_ONCE, "lazyckpt answer"), Room(sent)) for sent in _SENT
     )
+    readers = ThreadPoolExecutor(_THREADS, "lazyckpt read")
     version = hashlib.sha256(b"".join(asset(name) for name in ASSETS)).hexdigest()[:12]
 
     async def index(request: Request) -> Response:
@@ -117,7 +122,7 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
         kept = {"Cache-Control": "private, max-age=31536000, immutable"} if request.url.query == version else {}
         return _sent(request, Answer(asset(name), ASSETS[name]), kept)
 
-    async def api(request: Request) -> Response:
+    async def api(request: Request) -> Response | Bounded:
         values = parameters(request.url.query)
         values.pop("token", None)
         gone = threading.Event()
@@ -130,7 +135,11 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
                 explorer = opened()
             except (LazyckptError, OSError) as e:
                 return _sent(request, failed(e), fresh)
-            return _sent(request, explorer.answer(path, values, lambda: not gone.is_set()), fresh)
+            try:
+                with on(readers):
+                    return _sent(request, explorer.answer(path, values, lambda: not gone.is_set()), fresh)
+            finally:
+                trim_memory()
 
         slots, threads, room = light if _LIGHT.fullmatch(path) else heavy
         async with slots:

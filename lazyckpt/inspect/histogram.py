@@ -27,6 +27,7 @@ else:
 BINS = 2000
 """Maximum number of bins."""
 _BANDS = 256  # parts of a tensor of which a sample reads some rows
+_PART = 1 << 16  # elements that are counted at a time, as numpy does: what they become takes memory
 _WRAP = 1 << 14  # elements of a row of a tensor of one dimension
 
 
@@ -215,7 +216,9 @@ class _Counted:
         self.counts = np.zeros(len(bins.edges) - 1, np.int64)
 
     def add(self, box: Box, block: Array) -> None:
-        self.counts += self._bins.count(block.reshape(-1))
+        flat = block.reshape(-1)
+        for at in range(0, len(flat), _PART):
+            self.counts += self._bins.count(flat[at : at + _PART])
 
     def merge(self, other: _Counted) -> None:
         self.counts += other.counts

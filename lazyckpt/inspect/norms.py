@@ -20,6 +20,7 @@ from .planes import Plane, Window, checked, even_cells, fold_all, plane_of, sour
 GROUPS = 8192
 """Maximum number of rows, and of columns, whose norms are computed apart; of more, those of groups are."""
 _LISTED = 10_000  # maximum number of elements that are listed
+_PART = 1 << 17  # elements among which the largest are looked for at a time: masks of them take memory
 
 
 # -- Rows and columns.
@@ -204,10 +205,15 @@ class _Largest:
         self._nan = self._posinf = self._neginf = 0
 
     def add(self, box: Box, block: Array) -> None:
-        top = max(float(block.max()), -float(block.min()))  # NaN only if both are
         flat = block.reshape(-1)
+        for at in range(0, len(flat), _PART):
+            self._add(box, at, flat[at : at + _PART])
+
+    def _add(self, box: Box, ahead: int, flat: Array) -> None:
+        """Add elements of a box; ``ahead`` others lie before them in C order."""
+        top = max(float(flat.max()), -float(flat.min()))  # NaN only if both are
         good = None
-        if not np.isfinite(top) or np.isnan(block.max()):
+        if not np.isfinite(top) or np.isnan(flat.max()):
             good = np.isfinite(flat)
             where = np.flatnonzero(~good)
             values = flat[where]
@@ -215,7 +221,7 @@ class _Largest:
             self._posinf += int((values == np.inf).sum())
             self._neginf += int((values == -np.inf).sum())
             rest = self._odd - len(self._odd_at)
-            self._odd_at = np.concatenate([self._odd_at, self._flat(box, where[:rest])])
+            self._odd_at = np.concatenate([self._odd_at, self._flat(box, where[:rest] + ahead)])
             with np.errstate(invalid="ignore"):  # of signaling NaN
                 self._odd_values = np.concatenate([self._odd_values, values[:rest].astype(np.float64)])
         least = abs(self._values[-1]) if len(self._values) == self._count and self._count else -1.0
@@ -230,7 +236,7 @@ class _Largest:
             bound = np.partition(some, len(some) - self._count)[len(some) - self._count]
             above, equal = where[some > bound], where[some == bound]
             where = np.sort(np.concatenate([above, equal[: self._count - len(above)]]))
-        self._take(self._flat(box, where), flat[where].astype(np.float64))
+        self._take(self._flat(box, where + ahead), flat[where].astype(np.float64))
 
     def _flat(self, box: Box, where: Array) -> Array:
         """Return the indices in C order of elements of a box."""

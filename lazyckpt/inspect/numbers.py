@@ -66,7 +66,8 @@ def numbers(block: torch.Tensor, room: Array | None = None) -> Array:
     block
         Elements of any dtype of numbers, or `torch.float4_e2m1fn_x2`.
     room
-        Memory for the result, at least 8 bytes for each element, as uint8; it is used if that saves allocating some.
+        Memory for the result as uint8, at least 8 bytes for each element, or 4 if the dtype is narrow; it is used if
+        that saves allocating some.
 
     Returns
     -------

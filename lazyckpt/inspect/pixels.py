@@ -140,13 +140,30 @@ def pooled(
         return Pixels(plane, row_edges, col_edges, nothing, nothing, nothing, count, None, None, True, 0)
     source = source_of(t, plane, span, row_edges, exact)
     groups = Groups.of(source, row_edges, col_edges)
-    cells = _Cells(groups, range(len(row_edges) - 1), range(len(col_edges) - 1))
-    fold_all(t, source, partial(_Cells.of, groups), cells.merge, check, executor, memory, CELL * cells.low.size)
+    spans = range(len(row_edges) - 1), range(len(col_edges) - 1)
+    cells: _Cells | None = None
+
+    def merge(some: _Cells) -> None:
+        nonlocal cells
+        if cells is None and some.spans == spans:  # it is all: of a large grid, memory for two would be much
+            cells = some
+        else:
+            cells = cells or _Cells(groups, *spans)
+            cells.merge(some)
+
+    fold_all(
+        t, source, partial(_Cells.of, groups), merge, check, executor, memory, CELL * len(spans[0]) * len(spans[1])
+    )
+    assert cells is not None  # there are elements
     count = source.counts(groups.edges)
     finite = count if cells.nan is None or cells.inf is None else count - cells.nan - cells.inf
     some = finite > 0
+    low, high, mean = cells.low, cells.high, cells.total
     with np.errstate(invalid="ignore", divide="ignore"):
-        low, high, mean = (np.where(some, one, np.nan) + 0.0 for one in (cells.low, cells.high, cells.total / finite))
+        mean /= finite
+    for one in (low, high, mean):
+        np.copyto(one, np.nan, where=~some)
+        one += 0.0  # makes 0 of -0
     exact = source.complete
     return Pixels(plane, row_edges, col_edges, low, high, mean, count, cells.nan, cells.inf, exact, int(count.sum()))
 
@@ -225,7 +242,8 @@ class _Cells:
     """Least and greatest finite element, and sum, of cells. ``top`` and ``left`` are the numbers of the first ones."""
 
     def __init__(self, groups: Groups, rows: range, cols: range) -> None:
-        self._groups, self.top, self.left = groups, rows.start, cols.start
+        self._groups, self.spans = groups, (rows, cols)
+        self.top, self.left = rows.start, cols.start
         shape = len(rows), len(cols)
         self.low, self.high = np.full(shape, np.inf), np.full(shape, -np.inf)
         self.total = np.zeros(shape)

@@ -18,15 +18,17 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from ..core.box import Box, Shape, tiles
+from ..core.dtypes import F32, F64, DType
 from ..errors import DataError
 from ..io.cancelling import go_on
+from ..io.reading.gather import once
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, runner
 from ..jobs.pieces import scratch
 from ..jobs.places import PIECE
 from ..jobs.write import RUN
 from ..lazy import LazyArray
-from .numbers import Array, number_shape, numbers, packing
+from .numbers import Array, is_narrow, number_shape, numbers, packing
 
 Window = tuple[tuple[int, int], tuple[int, int]]
 """The rows and the columns of a part of a plane, as half-open intervals."""
@@ -393,12 +395,15 @@ def _grouped(blocks: Iterable[Block]) -> Iterator[list[Block]]:
 _own = threading.local()
 
 
-def _room(count: int) -> Array:
+def _room(count: int, dtype: DType) -> Array | None:
     """Return memory of this thread for the numbers of a block: to allocate it anew for each block takes longer than to
-    fold the block."""
+    fold the block. None if the elements are their numbers."""
+    if dtype in (F32, F64):
+        return None
+    size = 4 if is_narrow(dtype) else 8
     room: Array | None = getattr(_own, "room", None)
-    if room is None or room.size < 8 * count:
-        room = _own.room = np.empty(8 * max(count, _BLOCK), np.uint8)
+    if room is None or room.size < size * count:
+        room = _own.room = np.empty(size * max(count, _BLOCK), np.uint8)
     return room
 
 
@@ -406,7 +411,8 @@ def _folded(number: int, group: Sequence[Block], start: Callable[[Sequence[Box]]
     fold = start([box for box, _, _ in group])
     for box, part, ahead in group:
         go_on()
-        block = part.read_into(scratch(part.nbytes).view(part.dtype).view(part.shape))
+        with once():
+            block = part.read_into(scratch(part.nbytes).view(part.dtype).view(part.shape))
         if packing(part.spec.dtype) > 1:
             found = numbers(block).reshape(*box.shape[:-1], -1)[..., ahead : ahead + box.shape[-1]]
             for one in tiles(box.shape, _BLOCK):
@@ -414,5 +420,5 @@ def _folded(number: int, group: Sequence[Block], start: Callable[[Sequence[Box]]
         else:
             block = block.view(box.shape)
             for one in tiles(box.shape, _BLOCK):
-                fold.add(one.shift(box.start), numbers(block[one.slices], _room(one.numel)))
+                fold.add(one.shift(box.start), numbers(block[one.slices], _room(one.numel, part.spec.dtype)))
     return number, fold

@@ -290,10 +290,25 @@ def _pool_of(size: int, name: str) -> ThreadPoolExecutor:
 def threads() -> ThreadPoolExecutor:
     """Return the pool that moves the bytes of tensors. A task on it must not wait for another task on it."""
     global _pool
+    chosen: ThreadPoolExecutor | None = getattr(_own, "pool", None)
+    if chosen is not None:
+        return chosen
     with _lock:
         if _pool is None:
             _pool = _pool_of(_THREADS, "lazyckpt")
         return _pool
+
+
+@contextmanager
+def on(pool: ThreadPoolExecutor) -> Iterator[None]:
+    """Let what this thread starts within the context run on another pool than that of `threads`: each thread keeps
+    some MiB of buffers."""
+    before = getattr(_own, "pool", None)
+    _own.pool = pool
+    try:
+        yield
+    finally:
+        _own.pool = before
 
 
 def waiting_threads() -> ThreadPoolExecutor:

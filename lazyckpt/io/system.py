@@ -33,6 +33,7 @@ except ImportError:  # not Windows
 PORTABLE = os.environ.get("LAZYCKPT_PORTABLE") == "1"
 
 _MADV_HUGEPAGE = 14
+_M_ARENA_MAX = -8  # of glibc's malloc.h
 HUGE = 4 << 20  # bytes; smaller memory is not worth a request for huge pages
 _PAGE = 2 << 20  # bytes of a huge page
 PLAIN = (
@@ -55,6 +56,7 @@ NOFOLLOW = os.O_NOFOLLOW if POSIX else 0
 DIRECTORY = os.O_RDONLY | PLAIN | os.O_DIRECTORY if POSIX else 0
 _LOCKED_BYTE = 1 << 30  # Windows' locks also keep others from reading the locked bytes; this one has no content
 _libc = ctypes.CDLL(None) if _linux else None
+_trim = getattr(_libc, "malloc_trim", None)  # not in musl
 _fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None) if _linux and sys.maxsize > 1 << 32 else None
 
 
@@ -162,6 +164,23 @@ def advise_huge_pages(address: int, nbytes: int) -> None:
     stop = (address + nbytes) // _PAGE * _PAGE
     if stop > start:
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_HUGEPAGE)
+
+
+def trim_memory() -> None:
+    """Return freed memory to the system, where the C library can: glibc keeps up to 64 MiB of it for each thread. The
+    call takes some 50 us, and up to 1 ms if there is much to return."""
+    if _trim is not None:
+        _trim(ctypes.c_size_t(0))
+
+
+def share_heap() -> None:
+    """Let the threads that this process starts from now on allocate from one heap, where the C library is glibc. Each
+    has a heap of its own otherwise, and `trim_memory` returns no memory from the end of those.
+
+    This is for processes that run one program of ours: `lazyckpt serve` takes 30 MiB less.
+    """
+    if _trim is not None and hasattr(_libc, "mallopt"):
+        _libc.mallopt(_M_ARENA_MAX, 1)
 
 
 @contextmanager
