@@ -44,6 +44,8 @@ class Outline:
         A number for the shape and dtype of each tensor; -1 for tensors that are not counted in the totals.
     kinds
         The shape and dtype that each number of ``marks`` stands for.
+    whole, places
+        For the outline of some names, the whole one and their indices in it; else None.
     numels, nbytes
         Prefix sums of elements and of bytes; the last one is the total.
     """
@@ -80,6 +82,8 @@ class Outline:
         sizes = [numel * dtype.itemsize for numel, (_, dtype) in zip(numels, kinds, strict=True)]
         self.twice = twice
         self.kinds = list(kinds)
+        self.whole: Outline | None = None
+        self.places: NDArray[np.int64] | None = None
         self._of_kinds = numels, sizes
         self.numels, self.nbytes = (_sums(of, self.marks) for of in self._of_kinds)
 
@@ -91,6 +95,8 @@ class Outline:
         found = copy(self)
         found.__dict__.pop("root", None)
         names = self.names
+        found.whole = self.whole or self
+        found.places = indices if self.places is None else self.places[indices]
         found.names, found._drawn, found.marks = [names[n] for n in indices.tolist()], {}, self.marks[indices]
         if self.twice:
             shared, seen = {self._owner(name) for name in self.twice}, set()
