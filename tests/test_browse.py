@@ -29,12 +29,15 @@ from lazyckpt.browse import detail as code
 from lazyckpt.browse import fragments
 from lazyckpt.browse import grid as sheet
 from lazyckpt.browse import histogram as bars
+from lazyckpt.browse.measures import Numbers, measured
 from lazyckpt.browse.picture import drawn, picture
 from lazyckpt.browse.rows import Look, Row, Rows
 from lazyckpt.browse.search import Search
 from lazyckpt.browse.subject import One, Pair, Run, Subject, run_of
 from lazyckpt.explore import subject as explored
 from lazyckpt.explore.api import Explorer
+from lazyckpt.inspect.diff import Difference
+from lazyckpt.show.differences import farness
 from lazyckpt.show.layout import drawing
 from lazyckpt.show.outline import Outline, outline
 from lazyckpt.show.values import sample
@@ -174,6 +177,27 @@ def test_equal_layers_are_one_row(files: Path) -> None:
     assert rows.visible[at].label == "2" and not any(row.folded for row in rows.visible)
 
 
+@pytest.mark.parametrize("text", ["", "mlp", "*.weight"])
+def test_numbers_of_rows(files: Path, text: str) -> None:
+    view = lazyckpt.open(files / "model")
+    found = Search(outline(view)).found(text)
+    for pair in (False, True):
+        numbers = Numbers(outline(view))
+        rows = Rows(found, numbers.farness if pair else numbers.norm)
+        assert numbers.norm(rows.whole) is None and np.isnan(numbers.each(found)).all()
+        for name, t in [*view.items()][::2]:
+            far = Difference(name, "values", None, None, max_abs=len(name) % 5, relative=len(name) % 3 or None)
+            numbers.put(name, far if pair else measured(t))
+        for row in (rows.whole, *rows.visible, *walk(rows, rows.whole)):
+            ones = [numbers.found[name] for name in row.names() if name in numbers.found]
+            assert list(numbers.of(row)) == ones
+            if pair:
+                assert numbers.worst(row) is max(ones, key=farness, default=None)
+            else:
+                assert numbers.norm(row) == (pytest.approx(np.sqrt(sum(one.l2**2 for one in ones))) if ones else None)
+        assert Numbers(found.part(np.arange(0))).norm(rows.whole) is None
+
+
 def test_orders(files: Path) -> None:
     view = lazyckpt.open(files / "model")
     for order, key in (
@@ -181,9 +205,8 @@ def test_orders(files: Path) -> None:
         ("dtype", lambda row: row.dtype),
         ("value", lambda row: -len(row.start)),
     ):
-        rows = Rows(
-            outline(view), lambda row: float(len(row.start)) if row.leaf else None, look=Look(flat=True, order=order)
-        )
+        look = Look(flat=True, order=order)
+        rows = Rows(outline(view), look=look, each=lambda of: np.array([float(len(name)) for name in of.names]))
         listed = list(rows.visible)
         keys = [key(row) for row in listed if row.node.counted]
         assert len(listed) == len(view) and keys == sorted(keys), order
@@ -704,7 +727,7 @@ def test_a_comparison(tmp_path: Path) -> None:
 
     async def do(app: Browser, pilot: Pilot[Any]) -> None:
         assert app.subject is not None and set(app.subject.view) == {*a, *b}
-        worst = app.measures.worst(app.rows.whole)  # type: ignore[union-attr]
+        worst = app.measures.numbers.worst(app.rows.whole)  # type: ignore[union-attr]
         assert worst is not None and worst.name == "layers.3.up" and worst.max_abs == pytest.approx(0.5)
         relative = float((b["layers.3.up"] - a["layers.3.up"]).norm() / a["layers.3.up"].norm())
         assert shown(app, f"{relative:.4f}") and shown(app, "only in A") and shown(app, "only in B")

@@ -17,6 +17,7 @@ import lazyckpt
 from lazyckpt import cli
 from lazyckpt.errors import DataError, TensorNotFoundError
 from lazyckpt.inspect import diff as module
+from lazyckpt.inspect.packs import Pack
 from lazyckpt.show import differences
 
 
@@ -115,7 +116,11 @@ def test_an_error_of_the_system_is_a_row(pair: tuple[Path, Path], monkeypatch: p
             raise OSError(5, "Input/output error")
         return read(t, key)
 
+    def failed(pack: Pack) -> torch.Tensor:
+        raise OSError(5, "Input/output error")
+
     monkeypatch.setattr(lazyckpt.LazyTensor, "__getitem__", failing)
+    monkeypatch.setattr(Pack, "read", failed)  # of tensors that are read together, all are read again, one by one
     rows = {row.name: row for row in lazyckpt.diff(*pair)}
     assert (rows["values"].status, rows["same"].status) == ("unreadable", "equal")
     assert "Input/output error" in str(rows["values"])

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 import lazyckpt
 from lazyckpt.cli import program
 from lazyckpt.show.outline import outline
+from lazyckpt.show.text import rows
 
 
 def calls(work: Any) -> int:
@@ -62,6 +63,13 @@ def test_ls_folds_and_lists_all(layers: Path) -> None:
     assert folded.exit_code == 0 and len(folded.output.splitlines()) < 20 and "40 alike" in folded.output
     whole = CliRunner().invoke(program.app, ["ls", "--all", str(layers)])
     assert whole.exit_code == 0 and len(whole.output.splitlines()) > 4801 and "alike" not in whole.output
+
+
+def test_a_whole_tree_costs_little_for_a_name(layers: Path) -> None:
+    view = lazyckpt.open(layers)
+    repr(view)  # imports, and the outline
+    assert calls(lambda: rows(view)) < 45 * 4801
+    assert sum(row.leaf for row in rows(view)) == 4801
 
 
 def test_few_lines_are_not_folded(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ import lazyckpt
 from lazyckpt import cli
 from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.errors import DataError, MissingFileError
-from lazyckpt.inspect import moments, stats
+from lazyckpt.inspect import moments, packs, stats
 from lazyckpt.inspect.table import Histogram, Stats, Table
 from lazyckpt.testing.counting import opened
 
@@ -268,6 +268,32 @@ print(kib("VmHWM") - before, found.zeros)
     grown, zeros = map(int, done.stdout.split())
     assert zeros == nbytes // dtype.itemsize
     assert grown << 10 <= 64 << 20
+
+
+def test_small_tensors_together_and_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {
+        f"{dtype}.{n}.{seed}": random(
+            dtype, (n,), seed, 0.02 * (seed % 3), 10.0 ** (seed % 5), float(seed % 7 == 0) * 1e6
+        )
+        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64)
+        for n in (0, 1, 3, 100, 1000)
+        for seed in range(12)
+    }
+    torch.save(tensors, tmp_path / "x.pt")
+    other = {name: t.clone() for name, t in tensors.items()}
+    for name in list(other)[::5]:
+        other[name][-1:] = 1
+    torch.save(other, tmp_path / "y.pt")
+
+    def found() -> str:
+        a, b = lazyckpt.open(tmp_path / "x.pt"), lazyckpt.open(tmp_path / "y.pt")
+        tables = a.stats(progress=False), a.stats(bins=[-1, 0, 1], progress=False)
+        rows = [one.as_dict() for table in tables for one in table]
+        return repr((rows, lazyckpt.diff(a, b, progress=False).as_dicts()))  # repr: NaN is not equal to itself
+
+    together = found()
+    monkeypatch.setattr(packs, "SMALL", 0)
+    assert together == found()
 
 
 @pytest.mark.slow

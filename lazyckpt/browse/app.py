@@ -22,7 +22,7 @@ from ..show.differences import cosine_text, degree, relative_text
 from ..show.outline import outline
 from . import screens
 from .background import Background, Check, error_text
-from .measures import AT_ONCE, Measures
+from .measures import AT_ONCE, Measures, Numbers
 from .names import Mark, Names
 from .panes import Panes
 from .rows import OPENED, ORDERS, Look, Row, Rows
@@ -43,9 +43,10 @@ _DARK_256 = replace(
 
 
 class _Names(NamedTuple):
-    """Rows, the search and the arrangement that they are of, and the row of the name ``at``."""
+    """Rows, their numbers, the search and the arrangement that they are of, and the row of the name ``at``."""
 
     finder: Search
+    numbers: Numbers
     text: str
     look: Look
     rows: Rows
@@ -204,18 +205,18 @@ class Browser(App[Exception]):
         of = finder.found(text, check)
         check()
         opened = self.rows.opened if self.rows is not None and text == self._arranged[0] else ()
-        value = self.measures.farness if pair else self.measures.norm
-        rows = Rows(of, value, _FOUND if text else OPENED, look, opened)
+        numbers = self.measures.of(finder.outline)
+        value = numbers.farness if pair else numbers.norm
+        rows = Rows(of, value, _FOUND if text else OPENED, look, opened, numbers.each)
         at = self._at
-        return _Names(finder, text, look, rows, at, rows.reveal(at))
+        return _Names(finder, numbers, text, look, rows, at, rows.reveal(at))
 
     def _have_subject(self, found: tuple[Subject, str, _Names]) -> None:
         self.subject, text, names = found
         self._finder = names.finder
         self.side = self.side or (self.subject.sides[0] if self.subject.sides else "")
         self.row = None
-        self.measures.stop()
-        self.measures.found.clear()
+        self.measures.show(names.numbers)
         side = f" | shown: {self.side}" if self.side else ""
         self._facts = Content.assemble((printable(self.subject.view.state), "bold"), " | ", text, (side, "bold"))
         self.slider.show(self.subject.steps, self.subject.step if isinstance(self.subject, Run) else 0)
@@ -379,7 +380,8 @@ class Browser(App[Exception]):
         self.measures.start(pair, list(pair.view), AT_ONCE, lambda: self.notify(hint, markup=False))
 
     def _of_pair(self, row: Row) -> tuple[Mark, ...]:
-        worst = self.measures.worst(row)
+        numbers = self.measures.numbers
+        worst = None if numbers is None else numbers.worst(row)
         if worst is None:
             return ()
         if worst.status in ("only in a", "only in b"):
@@ -392,7 +394,8 @@ class Browser(App[Exception]):
         return (relative, style), (cosine_text(worst.cosine) if worst.status != "equal" else "", style), (most, style)
 
     def _of_norm(self, row: Row) -> tuple[Mark, ...]:
-        norm = self.measures.norm(row)
+        numbers = self.measures.numbers
+        norm = None if numbers is None else numbers.norm(row)
         return () if norm is None else ((f"{norm:.4g}", ""),)
 
     def action_norms(self) -> None:

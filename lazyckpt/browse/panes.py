@@ -16,7 +16,7 @@ from ..show import differences
 from ..show.layout import Drawing, drawing
 from ..show.text import kind
 from . import detail, fragments, steps
-from .background import Background, error_content, error_text
+from .background import Background, Check, error_content, error_text
 from .grid import Grid
 from .heat import Heat
 from .histogram import Histogram
@@ -154,7 +154,7 @@ class Panes(Vertical):
         except Exception as e:  # a difference of tensors that cannot be subtracted
             error = e
         if isinstance(subject, Pair):
-            found: Any = self._measures.found.get(row.start)
+            found = self._number(row)
             about = detail.of_pair(row.start, subject.both(row.start), found)
         else:
             about = detail.of_tensor(subject.view, row.start)
@@ -177,12 +177,17 @@ class Panes(Vertical):
         self._told()
         self.read()
 
+    def _number(self, row: Row) -> Any:
+        """Return what has been measured of the tensor of a row; None if nothing has."""
+        numbers = self._measures.numbers
+        return None if numbers is None else numbers.found.get(row.start)
+
     def renew(self) -> None:
         """Show again what depends on measured numbers."""
         subject, row = self.subject, self.row
         if isinstance(subject, Pair) and row is not None:
-            if row.leaf and row.start in self._measures.found:
-                found: Any = self._measures.found[row.start]
+            found = self._number(row) if row.leaf else None
+            if found is not None:
                 self.about.update(detail.drawn(detail.of_pair(row.start, subject.both(row.start), found)))
             if self.active == "changes":
                 self._draw_differences()
@@ -353,9 +358,14 @@ class Panes(Vertical):
         row = self.row
         if row is None:
             return
-        shown: list[Any] = list(self._measures.of(row))
-        lines = differences.lines_of(shown)
-        self.changes.update(_table(lines[:_LISTED], shown, row, self._measures.busy))
+        measures, numbers = self._measures, self._measures.numbers
+
+        def drawn(check: Check) -> Content:
+            shown: list[Any] = [] if numbers is None else list(numbers.of(row))
+            check()
+            return _table(differences.lines_of(shown)[:_LISTED], shown, row, measures.busy)
+
+        self.work["changes"].ask(drawn, self.changes.update, self._lost)
 
     # -- what is shown, as Python
 

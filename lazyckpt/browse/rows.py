@@ -95,10 +95,15 @@ class Row:
     def names(self) -> Iterator[str]:
         """Yield the names of the tensors."""
         for node in self.nodes:
-            if node.leaf is not None and (self.leaf or self.folded):
-                yield node.name
-            if not self.leaf:
-                yield from node.outline.names[node.low : node.high]
+            for low, high in self.ranges(node):
+                yield from node.outline.names[low:high]
+
+    def ranges(self, node: Node) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of the outline's names that are those of the tensors of a node of the row."""
+        if node.leaf is not None and (self.leaf or self.folded):
+            yield node.leaf, node.leaf + 1
+        if not self.leaf:
+            yield node.low, node.high
 
 
 def dtypes(node: Node) -> list[tuple[str, int, int]]:
@@ -158,7 +163,8 @@ class Look:
 class Rows:
     """The visible rows of an outline of names.
 
-    ``value`` gives the number by which the order "value" sorts, None for a row without one. ``opened`` has the keys of
+    ``value`` gives the number by which the order "value" sorts, None for a row without one; ``each`` those of all names
+    of an outline, NaN for none, by which a list without levels is sorted. ``opened`` has the keys of
     the rows that are open; without any, the first levels are, as long as the tree has at most ``most`` rows. No tensor
     data is read."""
 
@@ -169,8 +175,9 @@ class Rows:
         most: int = OPENED,
         look: Look | None = None,
         opened: Collection[tuple[str, bool]] = (),
+        each: Callable[[Outline], NDArray[np.float64]] | None = None,
     ) -> None:
-        self.outline, self.look = of, look or Look()
+        self.outline, self.look, self._each = of, look or Look(), each
         self._value, self._most, self._opened = value, most, opened
         self.whole = Row("", (of.root,), False, -1, opened=True)
         self.visible: Sequence[Row] = []
@@ -269,9 +276,9 @@ class Rows:
             ranks = {text: n for n, text in enumerate(sorted(set(texts)))}
             table = np.array([*(ranks[text] for text in texts), len(ranks)])
             found = np.argsort(table[of.marks], kind="stable")
-        elif order == "value" and self._value is not None:
-            value = self._value
-            found = np.argsort([_last(value(row)) for row in Flat(of, np.arange(count))], kind="stable")
+        elif order == "value" and self._each is not None:
+            numbers = self._each(of)
+            found = np.argsort(np.where(np.isnan(numbers), np.inf, -numbers), kind="stable")
         else:
             found = np.arange(count)
             if count < 20_000:

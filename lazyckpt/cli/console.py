@@ -6,7 +6,9 @@ import codecs
 import os
 import re
 import sys
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ..errors import printable
@@ -88,20 +90,33 @@ def _styled(err: bool) -> bool:
     return bool(forced) or (sys.stderr if err else sys.stdout).isatty()
 
 
-def write_line(*pieces: tuple[str, str], err: bool = False, strip: bool = False) -> None:
-    """Print (text, style) pieces literally as one line."""
-    if not _styled(err):
-        text = "".join(printable(text) for text, _ in pieces)
-        (sys.stderr if err else sys.stdout).write((text.rstrip() if strip else text) + "\n")
-        return
-    from rich.text import Text
+Piece = tuple[str, str]  # text, and its style
+_TOGETHER = 256  # lines that are printed at once
 
-    line = Text()
-    for text, style in pieces:
-        line.append(printable(text), style)
-    if strip:
-        line.rstrip()
-    console(err).print(line)
+
+def write_line(*pieces: Piece, err: bool = False, strip: bool = False) -> None:
+    """Print (text, style) pieces literally as one line."""
+    write_lines([pieces], err, strip)
+
+
+def write_lines(lines: Iterable[Sequence[Piece]], err: bool = False, strip: bool = False) -> None:
+    """Print lines of (text, style) pieces literally. ``strip`` leaves out the spaces at their ends."""
+    styled, left = _styled(err), iter(lines)
+    while some := list(islice(left, _TOGETHER)):
+        if not styled:
+            texts = [printable("".join([text for text, _ in pieces])) for pieces in some]
+            joined = "".join([f"{text.rstrip() if strip else text}\n" for text in texts])
+            (sys.stderr if err else sys.stdout).write(joined)
+            continue
+        from rich.text import Text
+
+        found = [Text() for _ in some]
+        for line, pieces in zip(found, some, strict=True):
+            for text, style in pieces:
+                line.append(printable(text), style)
+            if strip:
+                line.rstrip()
+        console(err).print(Text("\n").join(found))
 
 
 def write_error(text: str) -> None:

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import and_more
-from ..show.text import each_row, oddities, rows, summary
+from ..show.text import Row, each_row, oddities, rows, summary
 from ..view import CheckpointView
 from . import completing
-from .console import write_line
+from .console import Piece, write_line, write_lines
 from .options import (
     BaseOption,
     FormatOption,
@@ -70,12 +70,20 @@ def ls(
         write_line(("problem: ", "yellow"), (line, ""))
     if len(lines) > _PROBLEMS:
         write_line((f"{and_more(len(lines) - _PROBLEMS, 'problems')} (--json has them all)", "yellow"))
+    sys.stdout.flush()  # the tree of very many names takes seconds
     table = rows(part, depth, fold=not everything)
-    for leaf, (name, shape, size, note) in table:
-        cells = ((name, "" if leaf else "bold"), (shape, "cyan" if leaf else "dim"), (size, ""), (note, "dim"))
-        write_line(*(piece for cell in cells for piece in (cell, ("  ", ""))), strip=True)
+    write_lines(map(_pieces, table), strip=True)
     if not table:
         write_line(("(no tensors)", "dim"))
+
+
+_BETWEEN = "  ", ""
+
+
+def _pieces(row: Row) -> tuple[Piece, ...]:
+    name, shape, size, note = row.cells
+    styles = ("", "cyan") if row.leaf else ("bold", "dim")
+    return (name, styles[0]), _BETWEEN, (shape, styles[1]), _BETWEEN, (size, ""), _BETWEEN, (note, "dim")
 
 
 def _json(view: CheckpointView) -> Iterator[str]:

@@ -7,7 +7,7 @@ and a Pairwise Algorithm for Computing Sample Variances" (1979), which loses no 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,6 +83,31 @@ def of_numbers(numbers: torch.Tensor) -> Moments:
     """Return the moments of a contiguous CPU tensor with 32 or 64 bits an element (or more, for complex numbers)."""
     flat = numbers.view(-1)
     return merged(_of_block(real(flat[at : at + BLOCK])) for at in range(0, flat.numel(), BLOCK))
+
+
+def of_rows(rows: torch.Tensor) -> list[Moments]:
+    """Return the moments of each row of a contiguous CPU matrix of real numbers of 32 or 64 bits, with the same digits
+    as `of_numbers` of the row."""
+    if rows.shape[1] > BLOCK:
+        return list(map(of_numbers, rows))
+    step = BLOCK // rows.shape[1]
+    return [one for at in range(0, len(rows), step) for one in _of_rows(rows[at : at + step].numpy())]
+
+
+def _of_rows(block: Array) -> Iterator[Moments]:
+    lows, highs = (x.astype(np.float64).tolist() for x in (block.min(1), block.max(1)))
+    zeros = np.count_nonzero(block == 0, axis=1).tolist()
+    doubles = _doubles(block)
+    totals, norms = doubles.sum(1).tolist(), torch.linalg.vector_norm(doubles, dim=1).tolist()
+    sums = doubles.abs_().sum(1).tolist()
+    size = block.shape[1]
+    for n, (low, high, total, norm) in enumerate(zip(lows, highs, totals, norms, strict=True)):
+        mean = total / size
+        m2 = norm * norm - total * mean
+        if math.isfinite(low) and math.isfinite(high) and m2 > _CANCELS * norm * norm:
+            yield Moments(size, 0, 0, 0, zeros[n], mean, m2, sums[n], low + 0.0, high + 0.0)
+        else:
+            yield _of_block(block[n])
 
 
 def real(block: torch.Tensor) -> Array:

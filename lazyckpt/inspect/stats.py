@@ -36,10 +36,12 @@ from .moments import (
     merged,
     of_counts,
     of_numbers,
+    of_rows,
     real,
     sparse,
     values,
 )
+from .packs import Pack, Packs
 from .table import Histogram, Stats, Table, row
 
 if TYPE_CHECKING:
@@ -232,7 +234,7 @@ def _collect(
     found = [_Found(name, t, number, edges) for name, t in tensors.items()]
     wide = [one for one in found if not one.narrow] if number is not None else []
     with Bar(sum(one.tensor.nbytes for one in [*found, *wide]), "stats", progress) as bar:
-        _go(found, run, bar, lambda one: partial(_measure, edges=edges), check)
+        _go(found, run, bar, lambda one: partial(_measure, edges=edges), check, partial(_measure_pack, edges=edges))
         for one in wide:
             one.seen = 0
             one.set_range()
@@ -246,14 +248,26 @@ def _go(
     bar: Bar,
     look: Callable[[_Found], Callable[[LazyArray], Any]],
     check: Callable[[], None],
+    look_at_pack: Callable[[Pack], list[_Part]] | None = None,
 ) -> None:
-    """Apply the function that ``look`` returns for a tensor to all of its runs, for all tensors."""
+    """Apply the function that ``look`` returns for a tensor to all of its runs, for all tensors. ``look_at_pack`` does
+    the same for many small tensors."""
+    packs = Packs()
+
+    def packed(pack: Pack) -> Task:
+        assert look_at_pack is not None  # else there are no packs
+        return Task(pack.nbytes, PIECE + OVERHEAD, partial(look_at_pack, pack), pack.tensors[0])
 
     def tasks() -> Iterator[Task]:
         for n, one in enumerate(found):
             try:
                 if one.narrow:
                     values(one.tensor.dtype)
+                full = None if look_at_pack is None else packs.add(n, one.tensor)
+                if full is not None:
+                    check()
+                    yield from map(packed, full)
+                    continue
                 one.tensor._check()
                 for ahead, part in one.tensor.pieces(RUN):
                     check()
@@ -262,24 +276,27 @@ def _go(
                     yield Task(part.nbytes, PIECE + OVERHEAD, partial(_tried, look(one), n, ahead, part), part)
             except (LazyckptError, OSError) as e:
                 one.fail(-1, e.with_traceback(None))
+        for full in packs.rest():
+            yield from map(packed, full)
 
-    def done(task: Task, result: Any) -> None:
-        n, ahead, numel, what = result
-        found[n].add(ahead, numel, what)
+    def done(task: Task, result: list[_Part]) -> None:
+        for n, ahead, numel, what in result:
+            found[n].add(ahead, numel, what)
         bar.add(task.nbytes)
 
     run(tasks(), done, tensors=[one.tensor for one in found])
 
 
-def _tried(
-    do: Callable[[LazyArray], Sequence[Any]], n: int, ahead: int, part: LazyArray
-) -> tuple[int, int, int, Sequence[Any]]:
+_Part = tuple[int, int, int, Sequence[Any]]  # number of a tensor, elements before a run, elements of it, results
+
+
+def _tried(do: Callable[[LazyArray], Sequence[Any]], n: int, ahead: int, part: LazyArray) -> list[_Part]:
     """Return the result for a run of a tensor, or the error of reading it."""
     try:
         found = do(part)
     except (LazyckptError, OSError) as e:
         found = (e.with_traceback(None),)
-    return n, ahead, part.numel(), found
+    return [(n, ahead, part.numel(), found)]
 
 
 def _measure(part: LazyArray, edges: Array | None) -> Sequence[Any]:
@@ -295,6 +312,22 @@ def _measure(part: LazyArray, edges: Array | None) -> Sequence[Any]:
         if edges is not None:
             binned.append(_binned(numbers, edges))
     return (moments, sum(binned)) if binned else (moments,)
+
+
+def _measure_pack(pack: Pack, edges: Array | None) -> list[_Part]:
+    """Return what `_measure` returns for each tensor of a pack."""
+    try:
+        rows = pack.read()
+    except (LazyckptError, OSError):  # perhaps only one of them cannot be read
+        apart = zip(pack.numbers, pack.tensors, strict=True)
+        return [one for n, t in apart for one in _tried(partial(_measure, edges=edges), n, 0, t)]
+    found: Sequence[Sequence[Any]]
+    if pack.dtype.itemsize <= 2:
+        found = [(few(row),) for row in rows] if pack.numel <= FEW else [(sparse(count(row)),) for row in rows]
+    else:
+        moments = [of_numbers(row) for row in rows] if rows.is_complex() else of_rows(rows)
+        found = [(m,) if edges is None else (m, _binned(row, edges)) for m, row in zip(moments, rows, strict=True)]
+    return [(n, 0, pack.numel, what) for n, what in zip(pack.numbers, found, strict=True)]
 
 
 def _bin(part: LazyArray, edges: Array | None) -> Sequence[Any]:

@@ -25,6 +25,7 @@ from ..core.specs import TensorSpec, kind_of, marks_of
 from ..namespace import Namespace
 
 LEVELS = 100  # maximum depth, because the tree is walked by recursion; deeper levels share one label
+_SHORT, _ORDERS = 64, 10_000  # characters of a label whose sort key is cached, and number of these
 _ALIKE = 4  # minimum number of equal siblings that are folded into one row
 
 
@@ -43,6 +44,8 @@ class Outline:
         A number for the shape and dtype of each tensor; -1 for tensors that are not counted in the totals.
     kinds
         The shape and dtype that each number of ``marks`` stands for.
+    whole, places
+        For the outline of some names, the whole one and their indices in it; else None.
     numels, nbytes
         Prefix sums of elements and of bytes; the last one is the total.
     """
@@ -51,6 +54,7 @@ class Outline:
         self.names: Sequence[str] = view.names.sorted
         self.tied: dict[str, str] = {}
         self._drawn: dict[int, TensorSpec] = {}
+        self._orders: dict[str, list[tuple[int, int, str]]] = {}
         self._specs, self._full_names = specs, full_names = view.specs, view.full_names
         twice: set[str] = set()  # a tied tensor is counted under the name that comes first in the view's order
         kinds: dict[tuple[Shape, DType], int] = {}
@@ -78,6 +82,8 @@ class Outline:
         sizes = [numel * dtype.itemsize for numel, (_, dtype) in zip(numels, kinds, strict=True)]
         self.twice = twice
         self.kinds = list(kinds)
+        self.whole: Outline | None = None
+        self.places: NDArray[np.int64] | None = None
         self._of_kinds = numels, sizes
         self.numels, self.nbytes = (_sums(of, self.marks) for of in self._of_kinds)
 
@@ -89,6 +95,8 @@ class Outline:
         found = copy(self)
         found.__dict__.pop("root", None)
         names = self.names
+        found.whole = self.whole or self
+        found.places = indices if self.places is None else self.places[indices]
         found.names, found._drawn, found.marks = [names[n] for n in indices.tolist()], {}, self.marks[indices]
         if self.twice:
             shared, seen = {self._owner(name) for name in self.twice}, set()
@@ -120,6 +128,15 @@ class Outline:
         """Return the dtype, by its short name, and the bytes of the tensors of a mark."""
         shape, dtype = self.kinds[mark]
         return dtype.short, prod(shape) * dtype.itemsize
+
+    def order_of(self, label: str) -> list[tuple[int, int, str]]:
+        """Return the sort key `natural` of a label. Most labels occur many times: short ones are cached."""
+        found = self._orders.get(label)
+        if found is None:
+            found = natural(label)
+            if len(label) <= _SHORT and len(self._orders) < _ORDERS:
+                self._orders[label] = found
+        return found
 
     def dtypes(self) -> list[tuple[Any, int]]:
         """Return (dtype, bytes) pairs, the largest first; tied tensors are counted once."""
@@ -206,9 +223,16 @@ class Node:
     def children(self) -> list[Node]:
         """The child nodes in natural order."""
         if self._children is None:
-            found = {node.label: node for node in self._found()}
-            self._children = sorted(found.values(), key=lambda node: natural(node.label))
+            self._children = self.listed()
         return self._children
+
+    def listed(self) -> list[Node]:
+        """Return the child nodes in natural order. They are not cached: a walk over a whole tree keeps no nodes."""
+        if self._children is not None:
+            return self._children
+        found = {node.label: node for node in self._found()}
+        order = self.outline.order_of
+        return sorted(found.values(), key=lambda node: order(node.label))
 
     @property
     def has_children(self) -> bool:
@@ -245,22 +269,23 @@ class Node:
     def _found(self) -> Iterator[Node]:
         """Yield the children in the order of the sorted names. A child that has both a tensor and children comes twice:
         first with its tensor only, then complete."""
-        names, length = self.outline.names, len(self.start)
+        outline, names, length, high, level = self.outline, self.outline.names, len(self.start), self.high, self.level
         leaves: dict[str, int] = {}
         at = self.low
-        while at < self.high:
+        while at < high:
             name = names[at]
-            dot = name.find(".", length) if self.level < LEVELS else -1
+            dot = name.find(".", length) if level < LEVELS else -1
             if dot < 0:
                 label = name[length:]
                 leaves[label] = at
-                yield Node(self.outline, label, name + ".", at, at, at, self.level + 1)
+                yield Node(outline, label, name + ".", at, at, at, level + 1)
                 at += 1
             else:
-                start = name[: dot + 1]
-                stop = bisect_left(names, start[:-1] + "/", at, self.high)  # "/" follows "." in ASCII
+                start, stop = name[: dot + 1], at + 1
+                if stop < high and names[stop].startswith(start):
+                    stop = bisect_left(names, start[:-1] + "/", stop, high)  # "/" follows "." in ASCII
                 label = start[length:-1]
-                yield Node(self.outline, label, start, leaves.get(label), at, stop, self.level + 1)
+                yield Node(outline, label, start, leaves.get(label), at, stop, level + 1)
                 at = stop
 
     def looks(self) -> object:
@@ -289,6 +314,13 @@ def chain(node: Node) -> tuple[str, Node]:
     """Follow single children down from a node; return their joined label and the last node.
 
     A chain of single children is drawn as one row."""
+    if node.leaf is None and node.high - node.low == 1:  # a single name: its node is the last one
+        name, outline = node.outline.names[node.low], node.outline
+        rest = name[len(node.start) :]
+        level = node.level + rest.count(".")
+        if level <= LEVELS:
+            end = Node(outline, rest.rpartition(".")[2], name + ".", node.low, node.low, node.low, level + 1)
+            return f"{node.label}.{rest}", end
     labels = [node.label]
     while node.leaf is None and (single := node.single) is not None:
         node = single

@@ -5,11 +5,13 @@ Names come from untrusted files: characters that a terminal does not print, abov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import islice
+from math import prod
 from typing import Any, NamedTuple
 
+from ..core.dtypes import DType
 from ..core.names import natural, shortened
 from ..core.specs import TensorSpec
 from ..core.units import columns_of, human_bytes, human_count, padded, plural
@@ -18,7 +20,7 @@ from ..formats.catalog import recorded_step
 from ..lazy import LazyArray, requests_of, shape_of
 from ..namespace import Namespace, plain_meta
 from .about import loss_of
-from .outline import Node, chain, outline
+from .outline import Node, Outline, chain, outline
 
 
 def summary(view: Namespace[Any]) -> str:
@@ -61,10 +63,38 @@ def _training(view: Namespace[Any]) -> list[str]:
 
 
 class Row(NamedTuple):
-    """A line of the tree; ``cells`` are padded to columns by `rows`."""
+    """A line of the tree."""
 
     leaf: bool
     cells: tuple[str, str, str, str]  # indented name, dtype and shape, size, parameter count or the name it is tied to
+
+
+class Rows:
+    """The lines of a tree, kept as columns of texts. The rows are made when they are iterated over, and their cells are
+    then padded to the widths of the columns."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._leaves = bytearray()
+        self._columns: tuple[list[str], list[str], list[str], list[str]] = [], [], [], []
+        names, shapes, sizes, notes = self._columns
+        for leaf, (name, shape, size, note) in rows:
+            self._leaves.append(leaf)
+            names.append(name)
+            shapes.append(shape)
+            sizes.append(size)
+            notes.append(note)
+        self._widths = (
+            max(map(columns_of, names), default=0),
+            *(max(map(columns_of, set(column)), default=0) for column in (shapes, sizes)),
+        )
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def __iter__(self) -> Iterator[Row]:
+        first, second, third = self._widths
+        for leaf, a, b, c, d in zip(self._leaves, *self._columns, strict=True):
+            yield Row(leaf == 1, (padded(a, first), f"{b:<{second}}", f"{c:>{third}}", d))
 
 
 LINES = 100  # default length of a tree above which equal layers are folded into one line
@@ -75,8 +105,8 @@ def tree(view: Namespace[Any], depth: int | None = None, limit: int | None = Non
     return "\n".join("  ".join(row.cells).rstrip() for row in rows(view, depth, limit, fold)) or "(no tensors)"
 
 
-def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = None, fold: bool = False) -> list[Row]:
-    """Return the names of a view as the rows of a tree, padded to columns.
+def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = None, fold: bool = False) -> Rows:
+    """Return the names of a view as the rows of a tree.
 
     Parameters
     ----------
@@ -92,61 +122,91 @@ def rows(view: Namespace[Any], depth: int | None = None, limit: int | None = Non
     root, most = outline(view).root, LINES if limit is None else limit
     folded = fold and sum(1 for _ in islice(_rows(root, depth, False), most + 1)) > most
     if limit is None or depth is not None:
-        found = list(_rows(root, depth, folded))
-    else:
-        found = list(islice(_rows(root, None, folded), limit + 1))
-        if len(found) > limit:
-            levels = 1
-            while len(fewer := list(islice(_rows(root, levels + 1, folded), limit + 1))) <= limit:
-                levels, found = levels + 1, fewer
-            found = list(islice(_rows(root, levels, folded), limit))
-            hidden = sum(1 for _ in _rows(root, 1, folded)) - limit if levels == 1 else 0
-            if hidden > 0:
-                found.append(Row(False, (and_more(hidden), "", "", "")))
-    widths = [max((columns_of(r.cells[c]) for r in found), default=0) for c in range(3)]
-    return [
-        Row(leaf, (padded(a, widths[0]), f"{b:<{widths[1]}}", f"{c:>{widths[2]}}", d)) for leaf, (a, b, c, d) in found
-    ]
+        return Rows(_rows(root, depth, folded, kept=False))
+    found = list(islice(_rows(root, None, folded), limit + 1))
+    if len(found) > limit:
+        levels = 1
+        while len(fewer := list(islice(_rows(root, levels + 1, folded), limit + 1))) <= limit:
+            levels, found = levels + 1, fewer
+        found = list(islice(_rows(root, levels, folded), limit))
+        hidden = sum(1 for _ in _rows(root, 1, folded)) - limit if levels == 1 else 0
+        if hidden > 0:
+            found.append(Row(False, (and_more(hidden), "", "", "")))
+    return Rows(found)
 
 
-def _rows(node: Node, depth: int | None, fold: bool, level: int = 0) -> Iterator[Row]:
-    """Yield the rows of everything below a node, unpadded."""
-    for alike, members in node.groups if fold else (("", [child]) for child in node.children):
+def _rows(root: Node, depth: int | None, fold: bool, kept: bool = True) -> Iterator[Row]:
+    """Yield the rows of everything below a node, unpadded. ``kept``: whether the nodes that are visited are cached."""
+    return _below(root, depth, fold, kept, 0, _Texts(root.outline))
+
+
+def _below(node: Node, depth: int | None, fold: bool, kept: bool, level: int, texts: _Texts) -> Iterator[Row]:
+    indent = "  " * level
+    for alike, members in node.groups if fold else (("", (child,)) for child in _children(node, kept)):
         first = members[0]
         # a chain of single children is one line, because there is nothing to choose between
         label, end = (alike, first) if alike else chain(first)
         name = printable(shortened(label))
-        name = "  " * level + (
-            name if name and name == name.strip() else f"'{name}'"
-        )  # outer spaces are no indentation
+        # outer spaces are no indentation
+        name = f"{indent}{name}" if name and name == name.strip() else f"{indent}'{name}'"
         if alike:
             name += f" ({len(members):,} alike, {first.label} is shown)"
-        if end.spec is not None:
-            shape, size, note = _leaf(end)
-            if alike and end.counted:
-                size, note = human_bytes(end.spec.nbytes * len(members)), human_count(end.spec.numel * len(members))
+        if end.leaf is not None:
+            shape, size, note = texts.of(end)
+            if alike and size:
+                dims, dtype = node.outline.kinds[node.outline.marks[end.leaf]]
+                count = len(members) * prod(dims)
+                size, note = human_bytes(count * dtype.itemsize), human_count(count)
             yield Row(True, (name, shape, size, note))
         if end.has_children:
-            if end.spec is None:
+            if end.leaf is None:
                 tensors, numel, nbytes = (sum(getattr(n, what) for n in members) for what in _SUMS)
                 yield Row(False, (name, plural(tensors, "tensor"), human_bytes(nbytes), human_count(numel)))
             if depth is None or level + 1 < depth:
-                yield from _rows(end, depth, fold, level + 1)
+                yield from _below(end, depth, fold, kept, level + 1, texts)
+
+
+def _children(node: Node, kept: bool) -> list[Node]:
+    return node.children if kept else node.listed()
 
 
 _SUMS = ("tensors", "numel", "nbytes")
 
 
-def _leaf(node: Node) -> tuple[str, str, str]:
-    spec = node.spec
-    assert spec is not None  # called for leaves only
-    size = human_bytes(spec.nbytes) if node.counted else ""
-    return kind(spec), size, f"= {printable(shortened(node.tied))}" if node.tied else human_count(spec.numel)
+class _Texts:
+    """Shape, size and note of the tensors of an outline. Those of equal shape and dtype are made once."""
+
+    def __init__(self, of: Outline) -> None:
+        self._outline, self._found = of, dict[int, tuple[str, str, str]]()
+
+    def of(self, node: Node) -> tuple[str, str, str]:
+        """Return the texts of a node's own tensor."""
+        assert node.leaf is not None  # called for leaves only
+        mark = int(self._outline.marks[node.leaf])
+        found = self._found.get(mark)
+        if found is None:
+            found = self._made(mark, node.leaf)
+        if self._outline.tied and node.tied:
+            return found[0], found[1], f"= {printable(shortened(node.tied))}"
+        return found
+
+    def _made(self, mark: int, leaf: int) -> tuple[str, str, str]:
+        if mark < 0:  # its size is counted under another name
+            spec = self._outline.spec(leaf)
+            return kind(spec), "", human_count(spec.numel)
+        shape, dtype = self._outline.kinds[mark]
+        numel = prod(shape)
+        found = _kind(dtype, shape), human_bytes(numel * dtype.itemsize), human_count(numel)
+        return self._found.setdefault(mark, found)
 
 
 def kind(t: LazyArray | TensorSpec) -> str:
     """Return dtype and shape as text: ``bf16 [64, 64]``."""
     dtype, shape = (t.spec.dtype, shape_of(t)) if isinstance(t, LazyArray) else (t.dtype, t.shape)
+    return _kind(dtype, shape)
+
+
+def _kind(dtype: DType, shape: Sequence[int]) -> str:
     return f"{dtype.short} [{shortened(', '.join(map(str, shape)))}]"
 
 
