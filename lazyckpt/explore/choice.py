@@ -68,31 +68,38 @@ def spread(steps: Sequence[int]) -> list[int]:
     return found
 
 
-def of_steps(subject: Subject, steps: Iterable[int], level: int) -> Iterator[Wanted]:
-    """Yield what a report holds of steps of a run before the last one: the names, what is known without elements, and
-    a picture of the first tensor of each kind.
+def of_steps(subject: Subject, early: int) -> Iterator[Wanted]:
+    """Yield what a report holds of the steps of a run before the last one, by level: names, what is known without
+    elements, and a picture of the first tensor of each kind; then pictures of all other tensors.
 
     Parameters
     ----------
     subject
         The run.
-    steps
-        The steps, the most useful first.
-    level
-        How useful they are.
+    early
+        How many steps are as useful as what pages of the last step show on demand.
     """
+    assert subject.run is not None
+    steps = spread(subject.run.steps)
+    for place, step in enumerate(steps):
+        level = MORE if place < early else TENSORS
+        for path in ("tree", "about", "tree/marks", "tree/totals", "architecture", "architecture/memory", "ranks"):
+            yield Wanted(path, {"step": str(step)}, level=level)
+        yield from _at_step(subject, step, True, level)
     for step in steps:
-        common = {"step": str(step)}
-        for path in ("tree", "about", "tree/marks", "tree/totals", "architecture", "ranks"):
-            yield Wanted(path, common, level=level)
-        try:
-            view = subject.at(step)
-        except (LazyckptError, OSError):
-            continue  # the answers say so
-        for name, first in by_use(view):
-            if not first:
-                break
-            yield from _of_one(view, name, common, level)
+        yield from _at_step(subject, step, False, REST)
+
+
+def _at_step(subject: Subject, step: int, firsts: bool, level: int) -> Iterator[Wanted]:
+    """Yield what a report holds of the first tensors of each kind, or of the others, at a step of a run."""
+    try:
+        view = subject.at(step)
+    except (LazyckptError, OSError):
+        return  # the answers to other requests say so
+    others = _other_names(view)
+    for name, first in by_use(view):
+        if first == firsts:
+            yield from _with_others(_of_one(view, name, {"step": str(step)}, level), others.get(name, ()))
 
 
 def picture_values(name: str, t: LazyArray) -> dict[str, str] | None:

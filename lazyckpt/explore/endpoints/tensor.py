@@ -21,10 +21,10 @@ from ...layouts.rename.apply import heads_of
 from ...layouts.tables import pattern
 from ...lazy import LazyArray
 from ...show.layout import drawing, holders, ranges
-from ..choice import of_steps, of_tensors, spread
+from ..choice import of_steps, of_tensors
 from ..lines import tensor as expression
 from ..query import Query
-from ..subject import MORE, TENSORS, Subject, View, Wanted
+from ..subject import Subject, View, Wanted
 
 _RANGES = 1000  # maximum number of ranges of files that are listed
 _PROBLEMS = 50  # maximum number of problems that are listed
@@ -206,9 +206,7 @@ def _report(subject: Subject) -> Iterator[Wanted]:
     views += [(part, {"state": state}) for state, part in view.states.items() if state != view.state]
     if subject.run is None:
         return of_tensors(views)
-    steps = spread(subject.run.steps)
-    early, late = of_steps(subject, steps[:_EARLY], MORE), of_steps(subject, steps[_EARLY:], TENSORS)
-    return merge(of_tensors(views), early, late, key=lambda wanted: wanted.level)
+    return merge(of_tensors(views), of_steps(subject, _EARLY), key=lambda wanted: wanted.level)
 
 
 ENDPOINTS = {"tensor": tensor, "tensor/layout": layout}
