@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import prod
 
 from ..errors import DataError, LazyckptError
@@ -24,6 +25,7 @@ _BITS = 16 << 20  # bytes of the tensors whose bits are counted
 _SPECTRUM = 16 << 20  # bytes of the matrices whose singular values are computed
 _SIDE = 512  # the shorter side of such a matrix
 _ROWS, _COLS = 60, 12  # values in the table
+_BESIDE = 16  # further names of a tied tensor that a report holds together with the tensor; the rest come last
 _NAMED = ("tensor", "python")  # paths whose answers differ for the names of a tied tensor
 
 
@@ -99,7 +101,7 @@ def _at_step(subject: Subject, step: int, firsts: bool, level: int) -> Iterator[
     others = _other_names(view)
     for name, first in by_use(view):
         if first == firsts:
-            yield from _with_others(_of_one(view, name, {"step": str(step)}, level), others.get(name, ()))
+            yield from _with_others(_of_one(view, name, {"step": str(step)}, level), others.get(name, ())[:_BESIDE])
 
 
 def picture_values(name: str, t: LazyArray) -> dict[str, str] | None:
@@ -130,10 +132,15 @@ def of_tensors(views: Sequence[tuple[View, Mapping[str, str]]]) -> Iterator[Want
         for view, common, order, others in orders:
             for name, first in order:
                 if first == (level == MORE):
-                    yield from _with_others(_of_one(view, name, common, level), others.get(name, ()))
+                    yield from _with_others(_of_one(view, name, common, level), others.get(name, ())[:_BESIDE])
     for view, common, order, others in orders:
         for name, first in order:
-            yield from _with_others(_more_of_one(view, name, common, first), others.get(name, ()))
+            yield from _with_others(_more_of_one(view, name, common, first), others.get(name, ())[:_BESIDE])
+    for view, common, order, others in orders:
+        for name, first in order:
+            if len(others.get(name, ())) > _BESIDE:
+                again = chain(_of_one(view, name, common, REST), _more_of_one(view, name, common, first))
+                yield from _with_others(again, others[name][_BESIDE:])
 
 
 def _other_names(view: View) -> dict[str, list[str]]:
