@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,16 @@ def archive(folder: Path) -> Path:
 
 
 def lost_rank(folder: Path) -> Path:
-    checkpoint = golden("deepspeed_zero", "zero3_fp32_dp3")
+    checkpoint = Path(shutil.copytree(golden("deepspeed_zero", "zero3_fp32_dp3"), folder / "lost"))
     (checkpoint / "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     return checkpoint
+
+
+def stale_rank(folder: Path) -> Path:
+    run = Path(shutil.copytree(golden("deepspeed_run", "zero3"), folder / "stale"))
+    name = "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    (run / "global_step3" / name).write_bytes((run / "global_step1" / name).read_bytes())
+    return run / "global_step3"
 
 
 def one_file(tensors: dict[str, torch.Tensor]) -> Callable[[Path], Path]:
@@ -113,6 +121,14 @@ def test_every_request_is_answered(tmp_path: Path, source: str) -> None:
                 assert found["tensor/histogram"]["l2"] == pytest.approx(x.norm().item(), rel=1e-9)
                 lowest = array_in(found["tensor/tile"], "min" if values.numel() > 1 else "mean")
                 assert lowest.item() == x.min().item()
+
+
+def test_a_rank_of_another_step_is_told(tmp_path: Path) -> None:
+    for make, codes in ((lost_rank, []), (stale_rank, ["differing-steps"])):
+        explorer = Explorer(subject_of(make(tmp_path)))
+        found = answered(explorer.answer("ranks/steps", {}))["findings"]
+        assert [one["code"] for one in found] == codes and all(one["severity"] == "error" for one in found)
+        assert all("rank_1_" in one["text"] for one in found)
 
 
 def test_pages_of_a_bucket_read_what_they_show(tmp_path: Path) -> None:
