@@ -93,6 +93,39 @@ def test_a_run_has_its_curves(tmp_path: Path) -> None:
     assert curves["norm"]["values"] == [[4.0, 8.0, 12.0]]
     assert curves["drift"]["values"][0][-1] == 2.0
     assert "tensor?name=layers.0.weight" in found
+    compared = json.loads(found["compare?with=1"])
+    assert compared["steps"] == [3, 1] and json.loads(found["compare"])["steps"] == [3, 2]
+    (drawn,) = (key for key in found if key.startswith("compare/tile") and "with=1" in key)
+    assert (array_in(found[drawn], "mean") == 2).all()
+    for step in (1, 2):
+        assert {f"{path}?step={step}" for path in ("about", "tree", "tree/marks", "architecture", "ranks")} <= set(
+            found
+        )
+        (drawn,) = (key for key in found if key.startswith("tensor/tile") and f"step={step}" in key)
+        assert (array_in(found[drawn], "mean") == step).all()
+
+
+def test_a_small_report_of_a_run_has_its_first_step(tmp_path: Path) -> None:
+    for step in range(9):
+        (tmp_path / f"run/step_{step}").mkdir(parents=True)
+        torch.save({"w": torch.randn(64, 64)}, tmp_path / f"run/step_{step}/model.pt")
+    run = lazyckpt.open_run(tmp_path / "run")
+    whole = run.report(tmp_path / "out.html")
+    assert not host_of(tmp_path / "out.html")["report"]["left"]
+    run.report(tmp_path / "out.html", max_size=whole.nbytes - 150_000)
+    held = {key for key in answers_in(tmp_path / "out.html") if key.startswith("tree?step")}
+    assert "tree?step=0" in held and len(held) < 8
+    assert ["steps that the pages show", 1 + len(held), 9, "size"] in host_of(tmp_path / "out.html")["report"]["left"]
+
+
+def test_other_names_of_a_tied_tensor_have_its_pictures(tmp_path: Path) -> None:
+    weight = torch.randn(4, 8)
+    torch.save({"embed": weight, "head": weight, "norm": torch.ones(3)}, tmp_path / "model.pt")
+    lazyckpt.open(tmp_path / "model.pt").report(tmp_path / "out.html")
+    found, same = answers_in(tmp_path / "out.html"), host_of(tmp_path / "out.html")["same"]
+    assert json.loads(found["tensor?name=head"])["owner"] == "embed"
+    assert {key.partition("?")[0] for key in same} >= {"tensor/tile", "tensor/histogram", "tensor/values"}
+    assert all(held in found and held == key.replace("=head", "=embed") for key, held in same.items())
 
 
 def test_a_report_says_what_it_lacks(tmp_path: Path) -> None:

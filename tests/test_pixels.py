@@ -255,7 +255,7 @@ def test_a_window_reads_its_own_bytes(tmp_path: Path) -> None:
 
 
 def test_a_sample_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planes, "_SAMPLE", 4000)
+    monkeypatch.setattr(planes, "SAMPLE", 4000)
     torch.save({"w": torch.randn(100, 3, 40), "v": torch.arange(20_000.0)}, tmp_path / "w.pt")
     view, counts = opened(tmp_path / "w.pt")
     view["w"][0], view["v"][0]

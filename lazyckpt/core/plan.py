@@ -281,7 +281,9 @@ def _uncovered(spec: TensorSpec, left: int, pieces: list[tuple[Box, Copy | Hole]
     what = f"{spec.name!r}: {left:,} of the wanted elements cannot be read"
     reasons = dict.fromkeys(_reasons(pieces))
     if reasons:
-        return MissingFileError(f"{what}: {sentences(reasons, 8)}. Slices that do not touch them still read.")
+        why = sentences(reasons, 8)
+        end = "" if why.endswith((".", "?")) else "."
+        return MissingFileError(f"{what}: {why}{end} Slices that do not touch them still read.")
     if not spec.fragments:
         return DataError(f"{spec.name!r}: {spec.rule or 'it has no data in the checkpoint'}")
     return UncoveredError(f"{what}: no file of the checkpoint holds them.")

@@ -68,6 +68,8 @@ class Filled:
     """Request -> gzipped answer, as base64."""
     failures: dict[str, list[object]] = field(default_factory=dict)
     """Request -> status, kind and message of an answer that is an error."""
+    same: dict[str, str] = field(default_factory=dict)
+    """Request -> the request whose answer it has, too."""
     groups: dict[str, Group] = field(default_factory=dict)
     """Path -> how many of its answers are there."""
     full: int | None = None
@@ -154,6 +156,9 @@ def filled(
         if key in seen:
             continue
         seen.add(key)
+        if wanted.same is not None:
+            room -= _share(found, key, key_of(Wanted(wanted.path, wanted.same)), room)
+            continue
         group = found.groups.setdefault(wanted.path, Group())
         group.level = wanted.level
         if wanted.reads > max_read:
@@ -207,6 +212,15 @@ def _put(found: Filled, key: str, answer: Answer, room: int) -> int | None:
         if took <= room:
             found.failures[key] = failure
     return took if took <= room else None
+
+
+def _share(found: Filled, key: str, held: str, room: int) -> int:
+    """Give a request the answer of another one, if that is held and there is room; return the bytes that it takes."""
+    took = len(to_json(key)) + len(to_json(held)) + 4
+    if took > room or not (held in found.answers or held in found.failures):
+        return 0
+    found.same[key] = held
+    return took
 
 
 def _packed(answer: Answer) -> str:

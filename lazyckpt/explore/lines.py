@@ -22,11 +22,10 @@ from ..inspect.planes import Plane, Window, plane_of
 from ..lazy import LazyArray
 from ..lookup import STORED
 from .query import Query
-from .subject import Subject, View
+from .subject import AUTO, Subject, View
 
 Lines = dict[str, str]
 
-_AUTO = 64 << 20  # bytes up to which pages read everything
 _WHOLE, _PART = 512, 1024  # cells of a whole tensor, and of a part of one
 _ROWS, _COLS = 60, 12  # of the table of values
 _MEMORY = {
@@ -159,7 +158,7 @@ def heatmap(query: Query, t: LazyArray) -> str:
     share = 1.0
     if window is not None:
         share = (window[0][1] - window[0][0]) * (window[1][1] - window[1][0]) / max(1, plane.height * plane.width)
-    everything = query.text("exact", "") == "yes" or int(share * t.nbytes) <= _AUTO
+    everything = query.text("exact", "") == "yes" or int(share * t.nbytes) <= AUTO
     return _call(
         *([repr(how)] if how in ("min", "max", "absmax") else []),
         cells=_cells(plane, window),
@@ -172,7 +171,7 @@ def heatmap(query: Query, t: LazyArray) -> str:
 
 
 def _histogram(query: Query, t: LazyArray) -> str:
-    everything = query.text("exact", "") == "yes" or t.nbytes <= _AUTO
+    everything = query.text("exact", "") == "yes" or t.nbytes <= AUTO
     return _call(
         *(["'powers of 2'"] if query.text("bins", "") == "log" else []),
         log=True if query.text("counts", "") == "log" else None,

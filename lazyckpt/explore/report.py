@@ -18,10 +18,10 @@ from ..errors import DataError, DestinationError, printable
 from ..jobs.guard import local_path
 from ..jobs.places import Folder
 from .api import Explorer
-from .fitting import Filled, filled, length_of
+from .fitting import Filled, filled, key_of, length_of
 from .packing import to_json
 from .server import asset, page
-from .subject import Subject
+from .subject import Subject, Wanted
 
 MAX_SIZE = 5 << 20
 """Default size limit of a report in bytes."""
@@ -108,13 +108,19 @@ def report(
 def _host(found: Filled, subject: Subject, max_size: int, max_read: int, commands: dict[str, str]) -> bytes:
     """Return what the application reads: the answers, and what is left out."""
     views = [subject.view, *([] if subject.other is None else [subject.other])]
+    left = found.lines(sum(len(view) for view in views))
+    if subject.run is not None:
+        steps = subject.run.steps
+        held = 1 + sum(key_of(Wanted("tree", {"step": str(step)})) in found.answers for step in steps[:-1])
+        if held < len(steps):
+            left.insert(0, ["steps that the pages show", held, len(steps), "size"])
     about = {
-        "left": found.lines(sum(len(view) for view in views)),
+        "left": left,
         "size": human_bytes(max_size),
         "read": human_bytes(max_read),
         **commands,
     }
-    return to_json({"answers": found.answers, "failures": found.failures, "report": about})
+    return to_json({"answers": found.answers, "failures": found.failures, "same": found.same, "report": about})
 
 
 def _commands(subject: Subject) -> dict[str, str]:

@@ -69,10 +69,10 @@ class Subject:
         if self.run is None:
             raise DataError("this explorer shows no run")
         kept: dict[int, View] = self.view.kept.get(_KEY, {})
-        found = kept.get(step)
-        if found is None:
-            found = self.run.at(step)
-            self.view.kept[_KEY] = dict([(step, found), *kept.items()][:_KEPT])
+        found = kept.get(step) or self.run.at(step)
+        if next(iter(kept), None) != step:  # the steps that were asked for last are kept
+            rest = [pair for pair in kept.items() if pair[0] != step]
+            self.view.kept[_KEY] = dict([(step, found), *rest][:_KEPT])
         return found
 
     def step(self, query: Query) -> int:
@@ -210,6 +210,8 @@ FIRST, MORE, TENSORS, REST = range(4)
 tensor; further values of tensors."""
 
 
+AUTO = 64 << 20
+"""Bytes of a window of a tensor of which pages read everything by themselves; of a larger one they read a sample."""
 _EACH = 64 << 10  # bytes that could be read in the time that one more tensor takes
 
 
@@ -232,3 +234,5 @@ class Wanted:
     """How useful the answer is: `FIRST`, `MORE`, `TENSORS` or `REST`."""
     heard: Callable[[bytes], None] | None = None
     """Is called with the answer, if there is one: what is wanted next may depend on it."""
+    same: Mapping[str, str] | None = None
+    """The parameters of another request for this path that has the same answer. The answer is then held once."""

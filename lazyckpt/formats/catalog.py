@@ -265,7 +265,9 @@ FILES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", _ZIP)  # endings of sin
 _SHARD = re.compile(r".*\d-of-\d.*")
 # files in the folder of one checkpoint; a folder of several checkpoints does not have them
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json")
-_HIDDEN = re.compile(r"\..*|tmp-.*|.*[._](?:tmp|part|incomplete)|.*\.orbax-checkpoint-tmp.*")
+_HIDDEN = re.compile(  # also the parts that processes write of one checkpoint of Orbax
+    r"\..*|tmp-.*|.*[._](?:tmp|part|incomplete)|.*\.orbax-checkpoint-tmp.*|ocdbt\.process_\d+"
+)
 _SIDE = re.compile(r"optim|sched|(?<![a-z])rng|random_state|scaler|training_args", re.IGNORECASE)
 _SERIES = re.compile(r"(?<![a-z])(?:checkpoint|ckpt|(?:dist_)?epoch|model)[-_=]?\d", re.IGNORECASE)
 _NAMED = re.compile(r"best|last|latest|final|release", re.IGNORECASE)

@@ -73,7 +73,7 @@ def _joined(
     types: dict[str, str] = {}
     unreadable: dict[str, str] = {}
     for file in files:
-        problems += [note.prefixed(f"{file.path}: ", file.path) for note in file.notes]
+        problems += [note.prefixed(file.path, file.path) for note in file.notes]
         for name, extent in file.extents.items():
             if name in tensors or name in unreadable:
                 raise FormatError(

@@ -34,8 +34,9 @@ Window = tuple[tuple[int, int], tuple[int, int]]
 """The rows and the columns of a part of a plane, as half-open intervals."""
 
 CELL = 24  # bytes of a result for an element
+SAMPLE = 32 << 20
+"""Bytes to read of a tensor if a sample is enough."""
 _BLOCK = 1 << 20  # elements that are folded at a time: of fewer rows, reducing the columns would take longer
-_SAMPLE = 32 << 20  # bytes to read if a sample is enough
 _MOST = 1 << 44  # bytes that are read at most
 
 
@@ -277,7 +278,7 @@ def _picked(t: LazyArray, plane: Plane, span: Window, row_edges: Array, exact: b
             shape[d] = b - a
     for d in plane.at:
         shape[d] = 1
-    excess = 0.0 if exact else prod(shape) * t.itemsize / packing(t.spec.dtype) / _SAMPLE
+    excess = 0.0 if exact else prod(shape) * t.itemsize / packing(t.spec.dtype) / SAMPLE
     found: dict[int, Array] = {}
     for d in range(len(shape) - 1):
         if excess <= 1 or d in plane.at or d == col or shape[d] == 1:

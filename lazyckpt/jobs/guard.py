@@ -155,6 +155,10 @@ def local_path(dest: str | os.PathLike[str]) -> Path:
         raise DestinationError(f"{shown}: writing to a URL is not supported: write to a local path and upload that")
     if "\0" in text:
         raise DestinationError(f"{text!r} is not a path: it contains a null character")
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        raise DestinationError(f"{text!r} is not a path: it contains characters that file names cannot have") from None
     check_outside(text)
     path = Path(os.path.expanduser(text))
     if path.name == "..":

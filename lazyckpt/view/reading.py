@@ -384,6 +384,7 @@ class Readable(Namespace[LazyTensor]):
         *,
         max_size: int | str = "5MiB",
         max_read: int | str = "4GiB",
+        progress: bool | None = None,
     ) -> Written:
         """Write the explorer as one HTML file, for a wiki, a pull request or an e-mail.
 
@@ -399,6 +400,8 @@ class Readable(Namespace[LazyTensor]):
             Largest size of the file: bytes, or text such as "5MiB".
         max_read
             How many bytes of tensors are read at most, for statistics and pictures: bytes, or text such as "4GiB".
+        progress
+            See `WriteOptions`. The display counts the bytes of the file, of at most ``max_size``.
 
         Returns
         -------
@@ -414,6 +417,15 @@ class Readable(Namespace[LazyTensor]):
         """
         from ..explore.api import Explorer
         from ..explore.report import report
+        from ..jobs.progress import Bar
 
         limits = size_in_bytes(max_size), size_in_bytes(max_read)
-        return report(Explorer(self._subject(other)), dest, *limits)
+        with Bar(limits[0], "report", progress) as bar:
+            told = 0
+
+            def tell(_: int, nbytes: int) -> None:
+                nonlocal told
+                bar.add(nbytes - told)
+                told = nbytes
+
+            return report(Explorer(self._subject(other)), dest, *limits, tell)

@@ -12,7 +12,7 @@ from ...namespace import Namespace
 from ...show.about import facts_of
 from ..packing import VERSION
 from ..query import Query
-from ..subject import MORE, Subject, Wanted
+from ..subject import Subject, Wanted
 
 _PROBLEMS = 200  # maximum number of problems that are listed
 
@@ -65,8 +65,6 @@ def _problem(problem: Problem) -> dict[str, str]:
 
 def _report(subject: Subject) -> Iterator[Wanted]:
     yield Wanted("about", {})
-    for step in subject.run.steps if subject.run is not None else ():
-        yield Wanted("about", {"step": str(step)}, level=MORE)
 
 
 ENDPOINTS = {"about": about}

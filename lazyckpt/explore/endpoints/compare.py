@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from heapq import merge
 from itertools import accumulate
 from json import loads
 from math import inf, prod
@@ -220,19 +221,26 @@ def _text(kind: Any) -> str | None:
 
 
 def _report(subject: Subject) -> Iterator[Wanted]:
-    if subject.other is None and (subject.run is None or len(subject.run.steps) < 2):
-        return
-    level = FIRST if subject.run is None else MORE
-    yield Wanted("compare", {}, level=level)
-    found = _pairs(subject, Query({}))
+    if subject.other is not None:
+        return _of_pair(subject, {}, FIRST)
+    steps = () if subject.run is None else subject.run.steps
+    if len(steps) < 2:
+        return iter(())
+    pairs: list[dict[str, str]] = [{}, {"with": str(steps[0])}][: len(steps) - 1]  # the last step, and another one
+    return merge(*(_of_pair(subject, pair, MORE) for pair in pairs), key=lambda wanted: wanted.level)
+
+
+def _of_pair(subject: Subject, pair: Mapping[str, str], level: int) -> Iterator[Wanted]:
+    """Yield what a report holds of a comparison; ``pair`` has the parameters that name its two steps."""
+    yield Wanted("compare", pair, level=level)
+    found = _pairs(subject, Query(pair))
     rows: list[dict[str, Any]] = []
     low = 0
     while low < len(found.names):
         high = _block(found, low)
         nbytes = effort(found.ends[high] - found.ends[low], high - low)
-        yield Wanted(
-            "compare/differences", {"low": str(low)}, nbytes, level, lambda body: rows.extend(loads(body)["rows"])
-        )
+        asked = {"low": str(low), **pair}
+        yield Wanted("compare/differences", asked, nbytes, level, lambda body: rows.extend(loads(body)["rows"]))
         low = high
     rows = [row for row in rows if row["count"] and row["status"] in ("values", "dtype")]
     rows.sort(key=lambda row: (-_distance(row["relative"]), row["name"]))
@@ -244,7 +252,7 @@ def _report(subject: Subject) -> Iterator[Wanted]:
         if values is not None:
             n = number[name]
             yield Wanted("tensor", {"name": name}, level=level)
-            yield Wanted("compare/tile", values, found.ends[n + 1] - found.ends[n], level)
+            yield Wanted("compare/tile", {**values, **pair}, found.ends[n + 1] - found.ends[n], level)
 
 
 def _distance(relative: Any) -> float:

@@ -126,14 +126,13 @@ def _tensors(view: View) -> dict[str, LazyArray]:
 
 
 def _report(subject: Subject) -> Iterator[Wanted]:
-    if subject.run is not None:
-        return
-    if len(subject.view) > _MANY:
-        if any("expert" in name for name in subject.view):
-            yield Wanted("experts", {}, effort(subject.view.nbytes, len(subject.view)))
+    view = subject.checkpoint(Query({}))
+    if len(view) > _MANY:
+        if any("expert" in name for name in view):
+            yield Wanted("experts", {}, effort(view.nbytes, len(view)))
         return
     sizes: dict[str, int] = {}
-    for _, (layer, _), t in parts_of(_tensors(subject.view)):
+    for _, (layer, _), t in parts_of(_tensors(view)):
         sizes[layer] = sizes.get(layer, 0) + effort(t.nbytes, 1)
     if sizes:
         yield Wanted("experts", {}, sum(sizes.values()))

@@ -129,9 +129,7 @@ def _effort(view: View) -> int:
 
 
 def _report(subject: Subject) -> Iterator[Wanted]:
-    if subject.run is not None:
-        return
-    view = subject.view
+    view = subject.checkpoint(Query({}))
     yield Wanted("layers", {}, _effort(view))
     others = [state for state in view.states if state != view.state]
     moments = [state for state in others if state not in ("fp32", "weights")][:1]  # what the page shows first

@@ -28,6 +28,8 @@ def _report(subject: Subject) -> Iterator[Wanted]:
     more = [*["compare"] * (subject.other is not None or len(steps) > 1), *["run"] * bool(steps)]
     for page in ("architecture", "ranks", *more):
         yield Wanted("python", {"page": page}, level=MORE)
+    if len(steps) > 2:
+        yield Wanted("python", {"page": "compare", "with": str(steps[0])}, level=MORE)
 
 
 ENDPOINTS = {"python": python}

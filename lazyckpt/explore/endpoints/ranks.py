@@ -9,8 +9,9 @@ from typing import Any
 from ...errors import Problem, TensorNotFoundError, printable
 from ...inspect.codes import kind_of
 from ...inspect.ranks import FileHeld, held_by, ranks_of
+from ...inspect.verify.agreement import differing_ranks
 from ..query import Query
-from ..subject import Subject, View, Wanted
+from ..subject import MORE, Subject, View, Wanted, effort
 
 _FILES = 20_000  # files that an answer lists
 _LOST = 2000  # damaged tensors that an answer lists
@@ -90,6 +91,23 @@ def holding(subject: Subject, query: Query) -> dict[str, Any]:
     }
 
 
+def steps(subject: Subject, query: Query) -> dict[str, Any]:
+    """Compare the numbers of steps that the files of ranks record. Their counters are read, of a few bytes each.
+
+    Parameters of the request: ``side`` and ``step``.
+
+    Returns
+    -------
+    dict
+        ``findings``, objects with ``code``, ``severity``, ``text``, ``advice``: the files that record another step than
+        most; none if all agree, or if the format does not record steps for each rank.
+    """
+    view = subject.checkpoint(query)
+    query.check()
+    findings = differing_ranks(view.format, lambda: view.stored)
+    return {"findings": [_problem(one) | {"severity": one.severity, "advice": one.todo} for one in findings]}
+
+
 def _states(subject: Subject, query: Query) -> Iterable[View]:
     if query.text("state", ""):
         return [subject.part(query)]
@@ -98,7 +116,8 @@ def _states(subject: Subject, query: Query) -> Iterable[View]:
 
 def _report(subject: Subject) -> Iterator[Wanted]:
     yield Wanted("ranks", {})
+    yield Wanted("ranks/steps", {}, effort(0, len(subject.checkpoint(Query({})).files)), MORE)
 
 
-ENDPOINTS = {"ranks": ranks, "ranks/file": holding}
+ENDPOINTS = {"ranks": ranks, "ranks/file": holding, "ranks/steps": steps}
 REPORT = _report

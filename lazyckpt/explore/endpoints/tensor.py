@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from heapq import merge
 from typing import Any
 
 from ...core.expr import formula
@@ -20,13 +21,14 @@ from ...layouts.rename.apply import heads_of
 from ...layouts.tables import pattern
 from ...lazy import LazyArray
 from ...show.layout import drawing, holders, ranges
-from ..choice import of_tensors
+from ..choice import of_steps, of_tensors
 from ..lines import tensor as expression
 from ..query import Query
 from ..subject import Subject, View, Wanted
 
 _RANGES = 1000  # maximum number of ranges of files that are listed
 _PROBLEMS = 50  # maximum number of problems that are listed
+_EARLY = 7  # steps of a run that a report shows before all tensors of the last step
 
 
 def tensor(subject: Subject, query: Query) -> dict[str, Any]:
@@ -195,13 +197,16 @@ def layout(subject: Subject, query: Query) -> dict[str, Any]:
 
 
 def _report(subject: Subject) -> Iterator[Wanted]:
-    """Yield the facts, a picture, a histogram and values of each tensor, in each state and on both sides."""
+    """Yield the facts, a picture, a histogram and values of each tensor, in each state and on both sides; of a run at
+    its last step, and for other steps what pages show at first sight."""
     view = subject.checkpoint(Query({}))
     views: list[tuple[View, dict[str, str]]] = [(view, {})]
     if subject.other is not None:
         views.append((subject.other, {"side": "b"}))
     views += [(part, {"state": state}) for state, part in view.states.items() if state != view.state]
-    return of_tensors(views)
+    if subject.run is None:
+        return of_tensors(views)
+    return merge(of_tensors(views), of_steps(subject, _EARLY), key=lambda wanted: wanted.level)
 
 
 ENDPOINTS = {"tensor": tensor, "tensor/layout": layout}

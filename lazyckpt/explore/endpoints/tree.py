@@ -221,18 +221,17 @@ def totals(subject: Subject, query: Query) -> dict[str, Any]:
 
 
 def _report(subject: Subject) -> Iterator[Wanted]:
-    view = subject.view
+    view = subject.checkpoint(Query({}))
     yield Wanted("tree", {})
     yield Wanted("tree/marks", {})
     yield Wanted("tree/totals", {})
-    if subject.run is None:
-        found = outline(view)
-        low = 0
-        while low < len(found.names):
-            high = _block(found, low)
-            nbytes = int(found.nbytes[high] - found.nbytes[low])
-            yield Wanted("tree/norms", {"low": str(low)}, effort(nbytes, high - low))
-            low = high
+    found = outline(view)
+    low = 0
+    while low < len(found.names):
+        high = _block(found, low)
+        nbytes = int(found.nbytes[high] - found.nbytes[low])
+        yield Wanted("tree/norms", {"low": str(low)}, effort(nbytes, high - low))
+        low = high
     if subject.other is not None:
         yield Wanted("tree", {"side": "b"}, level=MORE)
         yield Wanted("tree/marks", {"side": "b"}, level=MORE)

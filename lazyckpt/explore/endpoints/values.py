@@ -18,16 +18,15 @@ from ...lazy import LazyArray
 from ...show.values import window
 from ..packing import pack
 from ..query import Query
-from ..subject import Subject
+from ..subject import AUTO, Subject
 from .drawn import drawn
 
 _CELLS = 20_000  # maximum number of values in a table
-_AUTO = 64 << 20  # bytes up to which "auto" reads everything
 
 
 def _exact(query: Query, nbytes: int) -> bool:
     how = query.one_of("exact", ("auto", "yes", "no"))
-    return how == "yes" or (how == "auto" and nbytes <= _AUTO)
+    return how == "yes" or (how == "auto" and nbytes <= AUTO)
 
 
 def tile(subject: Subject, query: Query) -> bytes:

@@ -178,7 +178,7 @@ def _placed(
             file.path, begin, dtype, stored, c_strides(stored), swapped=swapped and dtype.itemsize > 1
         )
     if cut:
-        line = f"{file.path} is truncated: {len(cut):,} of its {len(entries):,} tensors end behind the end of the file"
+        line = f"the file is truncated: {len(cut):,} of its {len(entries):,} tensors end behind the end of the file"
         found.notes.append(Problem("missing-tensor", line, file.path))
     last = (0, "")
     for begin, end, name in sorted(spans):

@@ -1,7 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import { formatRoute, parseRoute } from "./route";
-import { requestKey } from "./transport";
+import { FileTransport, requestKey } from "./transport";
 
 test("a route survives being a link", () => {
   const route = { page: "tensor", params: { name: "a b/ü#?%&=.weight", state: "exp_avg" } };
@@ -23,4 +23,11 @@ test("what UTF-8 has not survives being a link", () => {
   assert.deepEqual(parseRoute(formatRoute(route)), route);
   assert.equal(requestKey("tensor", { name: "\ud800" }), "tensor?name=%ED%A0%80");
   assert.equal(parseRoute("#/tree?name=%FF%").params["name"], "\ufffd%");
+});
+
+test("another name of a tied tensor has the answers of the tensor", async () => {
+  const held = { answers: { "tile?name=embed": "H4sIAAAAAAAAA0sEAEO+t+gBAAAA" }, same: { "tile?name=head": "tile?name=embed" } };
+  const file = new FileTransport(held);
+  assert.deepEqual(["embed", "head", "toString"].map((name) => file.holds("tile", { name })), [true, true, false]);
+  assert.equal(new TextDecoder().decode(await file.get("tile", { name: "head" })), "a");
 });

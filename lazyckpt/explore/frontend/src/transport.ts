@@ -71,6 +71,8 @@ export interface Report {
   answers: Record<string, string>;
   /** Request -> status, kind and message, of answers that are errors. */
   failures?: Record<string, [number, string, string]>;
+  /** Request -> the request whose answer it has, too: that of another name of a tied tensor. */
+  same?: Record<string, string>;
   report?: LeftOut;
 }
 
@@ -96,12 +98,17 @@ export class FileTransport implements Transport {
     return this.held.report;
   }
 
+  private keyOf(path: string, params: Params): string {
+    const key = requestKey(path, params);
+    return (this.held.same && Object.hasOwn(this.held.same, key) && this.held.same[key]) || key;
+  }
+
   holds(path: string, params: Params): boolean {
-    return Object.hasOwn(this.held.answers, requestKey(path, params));
+    return Object.hasOwn(this.held.answers, this.keyOf(path, params));
   }
 
   async get(path: string, params: Params): Promise<ArrayBuffer> {
-    const key = requestKey(path, params);
+    const key = this.keyOf(path, params);
     const found = Object.hasOwn(this.held.answers, key) ? this.held.answers[key] : undefined;
     const failed = this.held.failures && Object.hasOwn(this.held.failures, key) ? this.held.failures[key] : undefined;
     if (failed) throw new ApiError(...failed);

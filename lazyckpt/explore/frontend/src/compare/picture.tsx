@@ -6,6 +6,7 @@ import { useExplorer, useLoaded } from "../context";
 import { Legend, planeOf, REPORTED, useDark } from "../pages/tensor";
 import type { Pair } from "./load";
 import type { Facts } from "../tensor/cards";
+import { askedStep } from "../parts/steps";
 import { colourTable } from "../ui/colours";
 import { sample, scaleOf, type ScaleKind } from "../ui/colourscale";
 import { Failure } from "../ui/failure";
@@ -34,7 +35,8 @@ export function DifferencePicture({ name, pair, steps }: Props) {
 }
 
 function Picture({ facts, pair, steps }: Omit<Props, "name"> & { facts: Facts }) {
-  const { api, route, go } = useExplorer();
+  const context = useExplorer();
+  const { api, route, go } = context;
   const { params } = route;
   const { name } = facts;
   const plane = useMemo(() => planeOf(facts, params), [facts, params["dims"], params["at"]]);
@@ -65,7 +67,10 @@ function Picture({ facts, pair, steps }: Omit<Props, "name"> & { facts: Facts })
   };
   const lines = useLines({ page: "compare", name, ...pair, dims: params["dims"], at: params["at"], view: params["view"], scale: params["scale"], range: "full" });
   // a run shows the step of that side, which is then compared with the other one
-  const look = (n: 0 | 1) => go(!steps ? { name, side: n ? "b" : undefined } : api.live ? { name, step: String(steps[n]), with: String(steps[1 - n]) } : { name }, "tensor");
+  const look = (n: 0 | 1) => {
+    const there = steps ? { step: askedStep(context, steps[n]), with: api.live ? String(steps[1 - n]) : undefined } : { side: n ? "b" : undefined };
+    return api.holds("tensor", { name, state: pair.state, ...there, with: undefined }) ? () => go({ name, ...there }, "tensor") : undefined;
+  };
   return (
     <Figure
       title="A − B"
@@ -85,14 +90,11 @@ function Picture({ facts, pair, steps }: Omit<Props, "name"> & { facts: Facts })
               <option value="symlog">symmetric log</option>
             </select>
           </label>
-          <button type="button" class="small" onClick={() => look(0)}>
-            in A
-          </button>
-          {(api.live || !steps) && ( // a report of a run has tensors of the last step
-            <button type="button" class="small" onClick={() => look(1)}>
-              in B
+          {([0, 1] as const).map((n) => (
+            <button key={n} type="button" class="small" disabled={!look(n)} onClick={look(n)}>
+              in {"AB"[n]}
             </button>
-          )}
+          ))}
         </>
       }
       python={lines["picture"]}

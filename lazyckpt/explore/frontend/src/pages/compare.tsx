@@ -41,7 +41,7 @@ export function ComparePage() {
   const kinds = useMemo(() => byKind(progress.rows), [progress.rows]);
   const cells = useMemo(() => byCell(progress.rows), [progress.rows]);
   const lines = useLines({ state, step, with: other });
-  const steps = isRun && api.live && <ComparedSteps />;
+  const steps = isRun && <ComparedSteps />;
   if (loaded.error) return <div>{steps}<Failure error={loaded.error} /></div>;
   if (!found || !pair) return <div>{steps}<p class="quiet">Comparing names …</p></div>;
   const colour = colourOf(kinds);
@@ -54,7 +54,6 @@ export function ComparePage() {
   return (
     <div class="compare">
       {steps}
-      {found.steps && !api.live && <p>A is step {grouped(found.steps[0])}, B is step {grouped(found.steps[1])}.</p>}
       <Summary {...{ found, progress, start: () => setStarted(pair) }} />
       {progress.error && <Failure error={progress.error} />}
       {progress.rows.length > 0 && (

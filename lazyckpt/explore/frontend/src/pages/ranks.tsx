@@ -1,6 +1,7 @@
 // The mesh as a grid: what each rank holds, by file, and what is lost with files that cannot be read.
 
 import { useMemo } from "preact/hooks";
+import type { Problem } from "../api";
 import { useExplorer, useLoaded } from "../context";
 import { natural } from "../tree/nodes";
 import { colourTable, css } from "../ui/colours";
@@ -51,6 +52,8 @@ export function RanksPage() {
   const state = states === "all" ? undefined : (route.params["state"] ?? own);
   const loaded = useLoaded((signal) => api.json<Ranks>("ranks", { step, side, state }, signal), [step, side, state]);
   const found = loaded.value;
+  const asked = { step, side };
+  const steps = useLoaded((signal) => (api.holds("ranks/steps", asked) ? api.json<{ findings: Problem[] }>("ranks/steps", asked, signal) : Promise.resolve({ findings: [] })), [step, side]);
   const lines = useLines({ step, side, of: of === "bytes" ? undefined : of, states: state && "own", state, file: api.live ? file : undefined });
   const grid = useMemo(() => found && gridOf(found, of), [found, of]);
   if (loaded.error) return <Failure error={loaded.error} />;
@@ -105,6 +108,19 @@ export function RanksPage() {
           legend={`${of} ${grid.isMesh ? "on a rank" : "in a file"}`}
         />
       </Figure>
+      {!!steps.value?.findings.length && (
+        <section>
+          <h2>Steps of the ranks</h2>
+          <ul class="problems">
+            {steps.value.findings.map((one) => (
+              <li key={one.text}>
+                <strong class={one.severity}>{one.severity}</strong> {shownName(one.text, 2000)} <code class="quiet">{one.code}</code>
+                {one.advice && <span class="advice">{one.advice}</span>}
+              </li>
+            ))}
+          </ul>
+        </section>
+      )}
       {(damaged.length > 0 || found.lost_in_all > 0) && <Damage found={found} files={damaged} />}
       <section>
         <h2>{rank?.rank ? `Files of rank ${rankText(rank.rank, found.mesh)}` : "Files"}</h2>

@@ -5,11 +5,16 @@ import { comparedStep, stepBeside, stepOf } from "../steps";
 import { grouped } from "../ui/text";
 import "./steps.css";
 
-/** Shows another step. A report holds the last one under no name. */
-export function showStep({ api, about, route, go }: Context, step: number): void {
-  const last = step === about.steps[about.steps.length - 1];
+/** A step as requests name it. A report holds the last one under no name. */
+export function askedStep({ api, about }: Context, step: number): string | undefined {
+  return step === about.steps[about.steps.length - 1] && !api.live ? undefined : String(step);
+}
+
+/** Shows another step. */
+export function showStep(context: Context, step: number): void {
+  const { route, go } = context;
   const other = route.params["with"] === String(step) ? undefined : route.params["with"]; // nothing is compared with itself
-  go({ step: last && !api.live ? undefined : String(step), with: other }, undefined, true);
+  go({ step: askedStep(context, step), with: other }, undefined, true);
 }
 
 /** Whether pages can show a step: a report holds those of the last one. */
@@ -42,7 +47,7 @@ export function StepSwitch() {
       {button(-1, "‹", "previous step")}
       <select
         aria-label="step"
-        title={context.api.live ? "the step of the run that all pages show" : "this report shows the last step of the run"}
+        title={`the step of the run that all pages show${context.api.live ? "" : "; this report holds some of the steps"}`}
         value={String(stepOf(steps, asked))}
         onChange={(event) => showStep(context, Number(event.currentTarget.value))}
       >
@@ -57,18 +62,31 @@ export function StepSwitch() {
   );
 }
 
+/** The parameters of a comparison of two steps. A report holds the default of the second one under no name, too. */
+function pairOf(context: Context, step: number, other: number): Record<"step" | "with", string | undefined> {
+  const usual = other === comparedStep(context.about.steps, step, undefined);
+  return { step: askedStep(context, step), with: usual && !context.api.live ? undefined : String(other) };
+}
+
+/** Whether two steps can be compared. */
+function holdsPair(context: Context, step: number, other: number): boolean {
+  return context.api.holds("compare", { state: context.route.params["state"], ...pairOf(context, step, other) });
+}
+
 /** On the page of a comparison: which two steps of the run it compares. */
 export function ComparedSteps() {
-  const { about, route, go } = useExplorer();
+  const context = useExplorer();
+  const { about, route, go } = context;
   const { steps } = about;
   const a = stepOf(steps, route.params["step"]);
   const b = comparedStep(steps, a, route.params["with"]);
-  const select = (label: string, now: number, chosen: (step: string) => void) => (
+  const show = (step: number, other: number) => go(pairOf(context, step, other), undefined, true);
+  const select = (label: string, now: number, pair: (step: number) => [number, number]) => (
     <label>
       {label}{" "}
-      <select value={String(now)} onChange={(event) => chosen(event.currentTarget.value)}>
+      <select value={String(now)} onChange={(event) => show(...pair(Number(event.currentTarget.value)))}>
         {steps.map((step) => (
-          <option key={step} value={String(step)}>
+          <option key={step} value={String(step)} disabled={!holdsPair(context, ...pair(step))}>
             step {grouped(step)}
           </option>
         ))}
@@ -77,9 +95,9 @@ export function ComparedSteps() {
   );
   return (
     <p class="compare-steps">
-      {select("A", a, (step) => go({ step, with: String(b) }, undefined, true))}
-      {select("B", b, (step) => go({ step: String(a), with: step }, undefined, true))}
-      <button type="button" class="small" title="compare the other way round" onClick={() => go({ step: String(b), with: String(a) }, undefined, true)}>
+      {select("A", a, (step) => [step, b])}
+      {select("B", b, (step) => [a, step])}
+      <button type="button" class="small" title="compare the other way round" disabled={!holdsPair(context, b, a)} onClick={() => show(b, a)}>
         ⇄ swap
       </button>
     </p>
@@ -88,14 +106,16 @@ export function ComparedSteps() {
 
 /** On the page of a run: leads to the comparison of the step on screen with another one. */
 export function CompareWith({ step }: { step: number }) {
-  const { api, about, go } = useExplorer();
-  if (about.steps.length < 2 || !api.live) return null; // a report compares the last two steps
+  const context = useExplorer();
+  const { about, go } = context;
+  const others = about.steps.filter((one) => one !== step && holdsPair(context, step, one));
+  if (!others.length) return null;
   return (
     <label>
       compare with
-      <select value="" onChange={(event) => event.currentTarget.value && go({ step: String(step), with: event.currentTarget.value }, "compare")}>
+      <select value="" onChange={(event) => event.currentTarget.value && go(pairOf(context, step, Number(event.currentTarget.value)), "compare")}>
         <option value="">step …</option>
-        {about.steps.map((one) => one !== step && (
+        {others.map((one) => (
           <option key={one} value={String(one)}>
             step {grouped(one)}
           </option>
