@@ -6,7 +6,6 @@ takes a second or two.
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from difflib import get_close_matches
@@ -18,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import LazyckptError, printable
-from .console import write_error
+from .console import replace_unknown, write_error
 
 # Command -> first line of its help. The command's module and function have the same name.
 COMMANDS = {
@@ -116,9 +115,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the console script."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal's encoding lacks
-            stream.reconfigure(errors="lazyckpt")
+    replace_unknown("lazyckpt")
     if any(one.startswith(("--install-completion", "--show-completion")) for one in sys.argv[1:2]):
         from .completing import prepare_scripts
 
