@@ -67,7 +67,7 @@ class Names(ScrollView, can_focus=True):
         self.extra: Callable[[Row], tuple[Mark, ...]] = lambda row: ()
         self.found = ""  # the text that is searched for
         self._widths: list[int] = []
-        self._name = 0  # columns that the names on the screen need
+        self._need = 0  # columns that the names on the screen need
         self.on_heads: Callable[[], None] = lambda: None
 
     @property
@@ -84,7 +84,7 @@ class Names(ScrollView, can_focus=True):
 
     def show(self, rows: Rows, cursor: int = 0) -> None:
         """Show other names, or the same ones in another order."""
-        self.rows, self._widths, self._name = rows, [], 0
+        self.rows, self._widths, self._need = rows, [], 0
         self._resize()
         self.set_reactive(Names.cursor, cursor)
         self.call_after_refresh(self._keep_visible)
@@ -99,7 +99,7 @@ class Names(ScrollView, can_focus=True):
         self.refresh()
 
     def on_resize(self) -> None:
-        self._widths, self._name = [], 0
+        self._widths, self._need = [], 0
         self._resize()
         self._keep_visible()
 
@@ -182,7 +182,7 @@ class Names(ScrollView, can_focus=True):
         widths = self._widths or [len(title) for title in titles]
         found = list(zip(titles, widths, strict=True))
         for title in ("shape", "dtype", *reversed(self.heads[1:]), "size"):  # what is left out first
-            need = max(_NAME, min(self._name, _READABLE)) if title in ("shape", "dtype") else _NAME
+            need = max(_NAME, min(self._need, _READABLE)) if title in ("shape", "dtype") else _NAME
             if sum(width + _GAP for _, width in found) + need <= self.columns_wide:
                 break
             found = [one for one in found if one[0] != title]
@@ -210,13 +210,13 @@ class Names(ScrollView, can_focus=True):
         for n, width in enumerate(self._widths[: len(widths)] if len(self._widths) == len(widths) else ()):
             widths[n] = max(widths[n], width)
         assert self.rows is not None  # it is called when lines are drawn
-        top, need = self.scroll_offset.y, self._name
+        top, need = self.scroll_offset.y, self._need
         for row in self.rows.visible[top : top + self.size.height]:
             need = max(need, 2 * row.depth + 2 + sum(map(cell_len, _labelled(row))))
             for n, (text, _) in enumerate(self._cells(row)):
                 widths[n] = max(widths[n], len(text))
-        if widths != self._widths or need != self._name:
-            self._widths, self._name = widths, need
+        if widths != self._widths or need != self._need:
+            self._widths, self._need = widths, need
             self.on_heads()
 
     def _cells(self, row: Row) -> list[Mark]:

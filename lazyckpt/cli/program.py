@@ -116,10 +116,11 @@ app = typer.Typer(
 def main() -> None:
     """Run the console script."""
     replace_unknown("lazyckpt")
-    if any(one.startswith(("--install-completion", "--show-completion")) for one in sys.argv[1:2]):
-        from .completing import prepare_scripts
+    asked = any(one.startswith(("--install-completion", "--show-completion")) for one in sys.argv[1:2])
+    if asked or "_LAZYCKPT_COMPLETE" in os.environ:
+        from .shells import prepare
 
-        prepare_scripts()
+        prepare()
     app(prog_name="lazyckpt")
 
 
