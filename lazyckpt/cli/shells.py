@@ -130,12 +130,17 @@ def for_bash(values: list[str], line: Line) -> list[str]:
     ['a\\ b.x', 'a\\ c\\$']
     >>> for_bash(["a b", "a;c"], read_line("lazyckpt show a", ":="))
     ["'a b'", "'a;c'"]
+    >>> for_bash(['a"'], read_line('lazyckpt show "a'))
+    ['a\\""']
     """
     rest = [value[line.kept :] for value in values]
-    if line.quote == "'":
-        return [one.replace("'", "'\\''") for one in rest]
     if line.quote:
-        return [re.sub(r'([\\"$`])', r"\\\1", one).replace("!", "\"'!'\"") for one in rest]
+        if line.quote == "'":
+            quoted = [one.replace("'", "'\\''") for one in rest]
+        else:
+            quoted = [re.sub(r'([\\"$`])', r"\\\1", one).replace("!", "\"'!'\"") for one in rest]
+        # bash closes the quote, but for a text that seems to have done so
+        return [one + line.quote if one.endswith(line.quote) else one for one in quoted]
     escaped = [_escaped(one) for one in rest]
     first, last = min(escaped, default=""), max(escaped, default="")
     common = next((n for n, pair in enumerate(zip(first, last, strict=False)) if len(set(pair)) > 1), len(first))
