@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 def browse(
     path: PathArg,
     other: Annotated[
-        str, typer.Argument(metavar="[OTHER]", help="A checkpoint to compare with.", show_default=False)
+        str, typer.Argument(metavar="OTHER", help="A checkpoint to compare with.", show_default=False)
     ] = "",
     state: StateOption = None,
     stored: StoredOption = False,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # Python arguments that are options of commands.
 _ARGUMENT = re.compile(
-    r"(?<![\w./=-])(overwrite|base|tag|rules|format|memory|resume|verify|max_shard_size|codec|state|dtype|bins|keep|delete|missing"
+    r"(?<![\w./=-])(overwrite|base|tag|algorithm|optimizer|rules|format|memory|resume|verify|max_shard_size|codec|state|dtype|bins|keep|delete|missing"
     r"|incomplete)=(True\b|False\b|\.\.\.|'[^']*'|[\w-]+(?:,\d{3})*|(?!\{))"
 )
 _DEQUANTIZE = re.compile(

@@ -16,7 +16,7 @@ import typer
 from ..core.units import human_bytes, plural
 from ..derive.arithmetic import Missing
 from ..derive.quantize import is_dequantized
-from ..errors import DataError, LazyckptError, and_more, some
+from ..errors import DataError, FormatError, LazyckptError, and_more, some
 from ..export.registry import NAMES
 from ..io.storage.urls import is_remote
 from ..recipes.unquantized import SideFiles
@@ -361,7 +361,10 @@ def convert(
 def _averaged(run: str, text: str, decay: float | None, missing: Missing) -> tuple[CheckpointView, str, list[int]]:
     """Return the average of steps of a run, the path of the last of them, and the steps."""
     found = RunView(run)
-    steps = steps_of(text, found.steps)
+    try:
+        steps = steps_of(text, found.steps)
+    except FormatError as e:
+        raise FormatError(f"--average takes the folder of a run, with a checkpoint for each step: {e}") from None
     view = found.mean(steps, missing=missing) if decay is None else found.ema(decay, steps, missing=missing)
     return view, found.at(steps[-1]).root, steps
 
