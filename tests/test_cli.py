@@ -438,7 +438,8 @@ def test_usage_errors_exit_with_2(files: Path) -> None:
     for args in (["ls"], ["show"], ["ls", str(files / "model"), "--depth", "0"], ["nonsense"]):
         result = run(*args)
         assert result.exit_code == 2
-        assert "Usage:" in result.stderr
+        assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+        assert "--help` shows" in result.stderr
 
 
 def test_json_of_too_many_values_is_refused(tmp_path: Path) -> None:

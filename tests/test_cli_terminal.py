@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -96,7 +98,9 @@ def test_formats_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(name in text for name in found)
 
 
-def test_keys_that_are_typed_while_browse_starts_are_no_filter(tmp_path: Path) -> None:
+def test_browse_in_a_terminal_of_ascii(tmp_path: Path) -> None:
+    """Keys that are typed during the start are no search, those after "/" are, though they arrive with it; a signal
+    leaves the terminal as it was."""
     import pty
     import select
 
@@ -104,25 +108,36 @@ def test_keys_that_are_typed_while_browse_starts_are_no_filter(tmp_path: Path) -
     torch.save({"layer.w": torch.ones(2)}, tmp_path / "x.pt")
     pid, fd = pty.fork()
     if pid == 0:  # pragma: no cover - the child
-        os.environ["TERM"] = "xterm-256color"
+        os.environ |= {"TERM": "xterm-256color", "PYTHONIOENCODING": "ascii"}
         os.execv(sys.executable, [sys.executable, "-m", "lazyckpt", "browse", str(tmp_path / "x.pt")])
     shown, start = b"", time.monotonic()
     try:
         while time.monotonic() - start < 60 and b"layer" not in shown:
             if select.select([fd], [], [], 0.02)[0]:
                 shown += os.read(fd, 1 << 16)
-            os.write(fd, b"z")
-        end = time.monotonic() + 1
-        while time.monotonic() < end:
-            if select.select([fd], [], [], 0.05)[0]:
+            os.write(fd, b"Z")
+        os.write(fd, b"/qsn")
+        while time.monotonic() - start < 60 and b"there are no tensors" not in shown:
+            if select.select([fd], [], [], 0.02)[0]:
                 shown += os.read(fd, 1 << 16)
+        os.kill(pid, signal.SIGTERM)
+        ended = 0
+        while time.monotonic() - start < 60 and not ended:
+            if select.select([fd], [], [], 0.02)[0]:
+                with suppress(OSError):  # the other end is closed
+                    shown += os.read(fd, 1 << 16)
+            ended, status = os.waitpid(pid, os.WNOHANG)
+        assert ended and os.waitstatus_to_exitcode(status) == 128 + signal.SIGTERM
     finally:
-        os.kill(pid, 9)
-        os.waitpid(pid, 0)
+        with suppress(OSError):  # it has ended
+            os.kill(pid, 9)
+            os.waitpid(pid, 0)
         os.close(fd)
     _, begun, screen = shown.partition(b"\x1b[?1049h")
-    assert begun and b"layer" in screen
-    assert b"zz" not in screen.split(b"\x1b[?2026$p")[-1]
+    assert begun and b"layer" in screen and b"there are no tensors" in screen
+    assert b"ZZ" not in screen.split(b"\x1b[?2026$p")[-1]
+    assert screen.isascii() and b"\\u" not in screen
+    assert all(screen.rfind(b"\x1b[?" + mode) > 0 for mode in (b"1049l", b"25h", b"1003l", b"2004l"))
 
 
 def test_an_interrupt_while_modules_are_imported() -> None:

@@ -1,4 +1,4 @@
-"""What Tab offers on the command line, as a shell asks for it, and that hostile names are not offered to a shell."""
+"""What Tab offers on the command line, as a shell asks for it, and that names are inserted as they are, and not run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,21 @@ ROOT = Path(__file__).parents[1]
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = [f"model.layers.{n}.mlp.{w}" for n in (0, 1, 10) for w in ("up", "down")]
     names += ["model.norm", "head", "$(touch hacked)", "`touch hacked`", "a b", "x'y", "line\nbreak", "\x1b[31m", "*"]
+    names += ["-option", "sp ace's $(touch hacked)", "c:d=e", "\u5c42"]
     path = tmp_path_factory.mktemp("completion") / "model.safetensors"
     save_file({name: torch.zeros(2) for name in names}, path)
     return path
 
 
+def asking(*words: str) -> dict[str, str]:
+    """The environment in which bash asks for the last of these words."""
+    line = " ".join(("lazyckpt", *words))
+    return os.environ | {"_LAZYCKPT_LINE": line, "_LAZYCKPT_BREAKS": ":=@", "_LAZYCKPT_COMPLETE": "complete_bash"}
+
+
 def offered(*words: str) -> tuple[list[str], str]:
     """What the program offers for the last of these words, and what it prints on stderr."""
-    env = os.environ | {"COMP_WORDS": " ".join(("lazyckpt", *words)), "COMP_CWORD": str(len(words))}
-    env |= {"_LAZYCKPT_COMPLETE": "complete_bash"}
+    env = asking(*words)
     done = subprocess.run(
         [sys.executable, "-m", "lazyckpt"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
     )
@@ -51,6 +57,11 @@ def offered(*words: str) -> tuple[list[str], str]:
         (("ls", "{}", "--state", "exp"), ["exp_avg", "exp_avg_sq"]),
         (("bro",), ["browse"]),
         (("ls", "nowhere", ""), []),
+        (("show", "{}", "sp"), [r"sp\ ace\'s\ \$\(touch\ hacked\)"]),
+        (("show", "{}", '"sp'), ["sp ace's \\$(touch hacked)"]),
+        (("show", "{}", "c:"), [r"d\=e"]),
+        (("show", "{}", "--state=exp_avg_"), ["exp_avg_sq"]),
+        (("digest", "{}", "--algorithm", "b"), ["blake3"]),
     ],
 )
 def test_what_is_offered(path: Path, words: tuple[str, ...], want: list[str]) -> None:
@@ -58,17 +69,17 @@ def test_what_is_offered(path: Path, words: tuple[str, ...], want: list[str]) ->
 
 
 @pytest.mark.slow
-def test_names_that_mean_something_to_a_shell_are_not_offered(path: Path) -> None:
-    found, errors = offered("show", str(path), "")
-    assert (found, errors) == (["head", "model."], "")
+def test_names_that_cannot_be_typed_are_not_offered(path: Path) -> None:
+    found, errors = offered("show", str(path), "'")
+    plain = ["$(touch hacked)", "*", "`touch hacked`", "a b", "c:d=e", "head", "model.", "sp ace'\\''s $(touch hacked)"]
+    assert (found, errors) == ([*plain, "x'\\''y", "\u5c42"], "")
 
 
 @pytest.mark.slow
 def test_options_need_no_torch(path: Path) -> None:
     code = "import sys; sys.modules['torch'] = None; from lazyckpt.cli import main; main()"
     for words in (("show", str(path), "mo"), ("diff", "--pre"), ("browse", "--st"), ("stats", "--so")):
-        env = os.environ | {"COMP_WORDS": " ".join(("lazyckpt", *words)), "COMP_CWORD": str(len(words))}
-        env |= {"_LAZYCKPT_COMPLETE": "complete_bash", "PYTHONPATH": str(ROOT)}
+        env = asking(*words) | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
         assert done.stdout and not done.stderr, words
 
@@ -103,8 +114,8 @@ LEVELS = "model.layers.0.\nmodel.layers.1.\nmodel.layers.10.\n"
 @pytest.mark.slow
 def test_in_bash(path: Path, shells: dict[str, str]) -> None:
     script = (
-        f"source {shells['HOME']}/.bash_completions/lazyckpt.sh; COMP_WORDS=(lazyckpt show {path} model.l); "
-        'COMP_CWORD=3; _lazyckpt_completion lazyckpt; printf "%s\\n" "${COMPREPLY[@]}"'
+        f"source {shells['HOME']}/.bash_completions/lazyckpt.sh; COMP_LINE='lazyckpt show {path} model.l'; "
+        'COMP_POINT=${#COMP_LINE}; _lazyckpt_completion lazyckpt; printf "%s\\n" "${COMPREPLY[@]}"'
     )
     done = subprocess.run([program("bash"), "-c", script], env=shells, capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == (LEVELS, "")
@@ -120,7 +131,7 @@ def test_in_fish(path: Path, shells: dict[str, str]) -> None:
 
 @pytest.mark.slow
 def test_in_zsh(path: Path, shells: dict[str, str]) -> None:
-    """An interactive zsh completes at the first Tab."""
+    """An interactive zsh completes at the first Tab, and quotes a name."""
     pty = pytest.importorskip("pty")
     ours, theirs = pty.openpty()
     seen = b""
@@ -129,7 +140,10 @@ def test_in_zsh(path: Path, shells: dict[str, str]) -> None:
     ) as zsh:
         os.close(theirs)
         try:
-            for typed, awaited in ((b"PS1=ready\n", b"Jready"), (f"lazyckpt show {path} model.n\t".encode(), b"orm")):
+            for typed, awaited in (
+                (b"PS1=ready\n", b"Jready"),
+                (f"lazyckpt show {path} sp\t".encode(), b"sp\\ ace\\'s\\ \\$\\(touch\\ hacked\\)"),
+            ):
                 os.write(ours, typed)
                 end = time.monotonic() + 30
                 while awaited not in seen and time.monotonic() < end:

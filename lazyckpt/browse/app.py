@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import signal
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -13,6 +16,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.events import Click
+from textual.screen import ModalScreen
 from textual.theme import BUILTIN_THEMES
 from textual.widgets import Footer, Input, Static
 
@@ -66,6 +70,18 @@ class Titles(Static):
             app.arrange(order, not app.look.reverse if app.look.order == order else False)
 
 
+class Filter(Input):
+    """The line of the search. Enter and the arrow down go to the names."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter,down", "submit", "To the names", key_display="⏎"),
+        Binding("escape", "app.leave", "Clear", key_display="Esc"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__(placeholder="/ search: part of a name or glob", id="filter")
+
+
 class Browser(App[Exception]):
     """The application. Its result is the error of opening, or None.
 
@@ -79,7 +95,9 @@ class Browser(App[Exception]):
     VERTICAL_BREAKPOINTS = [(0, "-short"), (16, "-high")]  # noqa: RUF012
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("question_mark", "keys", "Help", key_display="?"),
-        Binding("slash", "search", "Search", key_display="/"),
+        # a priority: letters that are typed at once after it are of the search, also if all arrive together
+        Binding("slash", "search", "Search", key_display="/", priority=True),
+        Binding("q", "quit", "Quit"),
         Binding("n", "next(1)", "Next", key_display="n N", show=False),
         Binding("N", "next(-1)", "Previous", show=False),
         Binding("s", "order", "Sort"),
@@ -96,7 +114,8 @@ class Browser(App[Exception]):
         Binding("4,b", "tab('histogram')", "Bars", key_display="b"),
         Binding("5,f", "tab('files')", "Files", show=False),
         Binding("6,e", "tab('changes')", "Changes", key_display="e"),
-        Binding("i", "index", "Index", show=False),
+        Binding("i", "index", "Index", show=False, priority=True),
+        Binding("z", "wide", "Wide names", show=False),
         Binding("a", "all", "All elements", show=False),
         Binding("R", "norms", "Norms", show=False),
         Binding("y", "copy_name", "Copy"),
@@ -107,7 +126,8 @@ class Browser(App[Exception]):
         Binding("plus,equals_sign", "zoom(0.5)", "Zoom in", show=False),
         Binding("minus", "zoom(2)", "Zoom out", show=False),
         Binding("0", "zoom(0)", "Whole", show=False),
-        Binding("q", "quit", "Quit"),
+        Binding("ctrl+c", "interrupt", "Quit", show=False, priority=True),
+        Binding("ctrl+z", "suspend_process", "Suspend", show=False),
         Binding("escape", "leave", "Back", show=False),
     ]
 
@@ -128,7 +148,7 @@ class Browser(App[Exception]):
         self._arranged: tuple[str, Look] = "", Look()  # the search and the arrangement of the rows
         self.look = Look()
         self.head, self.problems = Static(id="head", markup=False), Static(id="problems", markup=False)
-        self.filter = Input(placeholder="/ search: part of a name, or a glob", id="filter")
+        self.filter = Filter()
         self.names, self.titles, self.slider = Names(), Titles(id="titles", markup=False), Slider()
         self.measures = Measures(self._measured)
         self.panes = Panes(self, self._indicate, self._show_code, self.measures)
@@ -160,6 +180,11 @@ class Browser(App[Exception]):
         yield Footer(show_command_palette=False)
 
     def on_mount(self) -> None:
+        # a signal leaves the application as q does, so that the terminal is as it was before
+        for name in ("SIGTERM", "SIGHUP", "SIGINT"):
+            with suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):  # Windows, other threads
+                number = getattr(signal, name)
+                asyncio.get_running_loop().add_signal_handler(number, self._end_by, number)
         self.slider.show((), 0)
         self.names.on_heads = lambda: self.titles.update(Content(self.names.header()))
         self.names.focus()
@@ -174,6 +199,8 @@ class Browser(App[Exception]):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Leave the keys out of the footer that do nothing here."""
+        if action in ("search", "index"):  # their keys have priority over letters that are typed
+            return not isinstance(self.focused, Input) and not isinstance(self.screen, ModalScreen)
         if action == "side":
             return bool(self.subject is None or self.subject.sides)
         if action == "step":
@@ -294,7 +321,7 @@ class Browser(App[Exception]):
     # -- searching and ordering
 
     def action_search(self) -> None:
-        self.filter.focus()
+        self.screen.set_focus(self.filter)  # at once: the next key may have arrived already
 
     def on_input_changed(self, event: Input.Changed) -> None:
         if event.input.id == "filter":
@@ -417,6 +444,7 @@ class Browser(App[Exception]):
     # -- panes
 
     def action_tab(self, tab: str) -> None:
+        self.screen.remove_class("-names")
         self.panes.action_tab(tab)
 
     def action_zoom(self, factor: float) -> None:
@@ -426,8 +454,9 @@ class Browser(App[Exception]):
             heat.action_zoom(factor) if factor else heat.action_whole()
 
     def action_index(self) -> None:
-        self.action_tab("values")
-        self.panes.index.focus()
+        self.screen.remove_class("-names")
+        self.panes.action_tab("values", focus=False)
+        self.screen.set_focus(self.panes.index)
 
     def action_all(self) -> None:
         self.panes.read_all()
@@ -470,6 +499,18 @@ class Browser(App[Exception]):
 
     def action_keys(self) -> None:
         self.push_screen(screens.keys())
+
+    def action_wide(self) -> None:
+        """Give the names the whole width of the screen, or show the panes again."""
+        self.screen.toggle_class("-names")
+        self.names.focus()
+
+    def action_interrupt(self) -> None:
+        self._end_by(signal.SIGINT)
+
+    def _end_by(self, number: int) -> None:
+        """Leave the application, with the exit code that shells report of the signal."""
+        self.exit(return_code=128 + number)
 
     def action_theme(self) -> None:
         dark = _DARK_256.name if self.console.color_system == "256" else "textual-dark"

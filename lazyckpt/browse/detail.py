@@ -133,14 +133,20 @@ def of_level(row: Row, view: CheckpointView, problems: Sequence[str], states: Se
     ]
     of = dtypes(row.node)
     times = len(row.nodes)
-    for n, (dtype, tensors, size) in enumerate(of):
+    if len(of) > 1:
+        found.append(("dtypes", f"{len(of):,}"))
+    for dtype, tensors, size in of:
         share = f", {100 * size / sum(s for _, _, s in of):.1f} %" if len(of) > 1 and size else ""
         found.append(
-            ("" if n else "dtypes", f"{dtype}: {plural(times * tensors, 'tensor')}, {human_bytes(times * size)}{share}")
+            (
+                "" if len(of) > 1 else "dtypes",
+                f"{dtype}: {plural(times * tensors, 'tensor')}, {human_bytes(times * size)}{share}",
+            )
         )
     if states:
         found.append(("states", ", ".join(states)))
-    found += [("" if n else "kinds", line) for n, line in enumerate(_kinds(row))]
+    kinds = _kinds(row)
+    found += [("kinds", f"{len(kinds):,}"), *(("", line) for line in kinds)] if kinds else []
     start = row.node.start if row.folded else row.start
     about = [line for line in problems if start and start[:-1] in line]
     found += [("" if n else "problems", line) for n, line in enumerate(about[:_SAID])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from rich.cells import cell_len, set_cell_size
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import Binding, BindingType
@@ -22,6 +23,7 @@ from ..show.text import kind
 from .rows import Row, Rows
 
 _NAME = 20  # least width of the column of names; other columns are left out for it
+_READABLE = 40  # dtypes and shapes are left out for names up to this width
 _GAP = 2  # spaces between columns
 
 Mark = tuple[str, str]  # text, and the class of its style: "", "good", "warn", "bad"
@@ -65,6 +67,7 @@ class Names(ScrollView, can_focus=True):
         self.extra: Callable[[Row], tuple[Mark, ...]] = lambda row: ()
         self.found = ""  # the text that is searched for
         self._widths: list[int] = []
+        self._need = 0  # columns that the names on the screen need
         self.on_heads: Callable[[], None] = lambda: None
 
     @property
@@ -81,7 +84,7 @@ class Names(ScrollView, can_focus=True):
 
     def show(self, rows: Rows, cursor: int = 0) -> None:
         """Show other names, or the same ones in another order."""
-        self.rows, self._widths = rows, []
+        self.rows, self._widths, self._need = rows, [], 0
         self._resize()
         self.set_reactive(Names.cursor, cursor)
         self.call_after_refresh(self._keep_visible)
@@ -96,7 +99,7 @@ class Names(ScrollView, can_focus=True):
         self.refresh()
 
     def on_resize(self) -> None:
-        self._widths = []
+        self._widths, self._need = [], 0
         self._resize()
         self._keep_visible()
 
@@ -179,7 +182,8 @@ class Names(ScrollView, can_focus=True):
         widths = self._widths or [len(title) for title in titles]
         found = list(zip(titles, widths, strict=True))
         for title in ("shape", "dtype", *reversed(self.heads[1:]), "size"):  # what is left out first
-            if sum(width + _GAP for _, width in found) + _NAME <= self.columns_wide:
+            need = max(_NAME, min(self._need, _READABLE)) if title in ("shape", "dtype") else _NAME
+            if sum(width + _GAP for _, width in found) + need <= self.columns_wide:
                 break
             found = [one for one in found if one[0] != title]
         return found
@@ -206,12 +210,13 @@ class Names(ScrollView, can_focus=True):
         for n, width in enumerate(self._widths[: len(widths)] if len(self._widths) == len(widths) else ()):
             widths[n] = max(widths[n], width)
         assert self.rows is not None  # it is called when lines are drawn
-        top = self.scroll_offset.y
+        top, need = self.scroll_offset.y, self._need
         for row in self.rows.visible[top : top + self.size.height]:
+            need = max(need, 2 * row.depth + 2 + sum(map(cell_len, _labelled(row))))
             for n, (text, _) in enumerate(self._cells(row)):
                 widths[n] = max(widths[n], len(text))
-        if widths != self._widths:
-            self._widths = widths
+        if widths != self._widths or need != self._need:
+            self._widths, self._need = widths, need
             self.on_heads()
 
     def _cells(self, row: Row) -> list[Mark]:
@@ -257,7 +262,6 @@ class Names(ScrollView, can_focus=True):
 
     def _named(self, row: Row, width: int, style: Style, here: bool) -> list[Segment]:
         """Return the name of a row, with its guides, in exactly this width."""
-        from rich.cells import cell_len, set_cell_size
 
         def of(name: str) -> Style:
             if here:  # colours on that of the cursor are not all readable
@@ -266,9 +270,7 @@ class Names(ScrollView, can_focus=True):
 
         indent = "│ " * min(row.depth, max(0, (width - 12) // 2))
         mark = "  " if row.leaf else "▾ " if row.opened else "▸ "
-        label = printable(shortened(row.label))
-        label = label if label and label == label.strip() else f"'{label}'"  # outer spaces are no indentation
-        note = f"  {len(row.nodes):,} alike" if row.folded else ""
+        label, note = _labelled(row)
         room = max(1, width - len(indent) - 2)
         if cell_len(label) + len(note) > room:
             note = note if cell_len(label) > room - len(note) and room - len(note) >= 4 else ""
@@ -288,14 +290,19 @@ class Names(ScrollView, can_focus=True):
         return segments
 
 
+def _labelled(row: Row) -> tuple[str, str]:
+    """Return the text of a row's name, and the note beside it."""
+    label = printable(shortened(row.label))
+    label = label if label and label == label.strip() else f"'{label}'"  # outer spaces are no indentation
+    return label, f"  {len(row.nodes):,} alike" if row.folded else ""
+
+
 def _cut(text: str, width: int) -> str:
     """Return a text without its middle, so that it fits.
 
     >>> _cut("post_attention_layernorm", 12)
     'post_a…rnorm'
     """
-    from rich.cells import cell_len, set_cell_size
-
     if cell_len(text) <= width:
         return text
     end = text[len(text) - (width - 1) // 2 :] if width > 2 else ""

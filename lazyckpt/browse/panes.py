@@ -209,12 +209,12 @@ class Panes(Vertical):
 
     # -- the panes
 
-    def action_tab(self, tab: str) -> None:
-        """Show a pane; that of a tensor's heat map or values gets the focus, for its keys."""
+    def action_tab(self, tab: str, focus: bool = True) -> None:
+        """Show a pane; with ``focus``, that of a tensor's heat map or values gets the focus, for its keys."""
         if self.tabs.active != tab and self.has_focus_within:  # else Textual shows the pane of the focus again
             self.screen.set_focus(self.screen.query_one("#names"))
         self.tabs.active = tab
-        if tab in ("map", "values") and self.row is not None and self.row.leaf:
+        if focus and tab in ("map", "values") and self.row is not None and self.row.leaf:
             (self.heat if tab == "map" else self.grid).focus()
 
     def on_tabbed_content_tab_activated(self, event: TabbedContent.TabActivated) -> None:
@@ -322,7 +322,7 @@ class Panes(Vertical):
         elif not isinstance(subject, Run):
             self.changes.update(
                 Content.styled(
-                    "a run has steps, and two checkpoints have differences: browse FOLDER, browse A B", "$text-muted"
+                    "Steps and differences are shown here:\nlazyckpt browse RUN\nlazyckpt browse A B", "$text-muted"
                 )
             )
         elif row is None or not row.leaf or self.tensor is None:

@@ -28,6 +28,7 @@ KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("s S", "sort by name, size, dtype, norm or difference; S reverses"),
             ("u", "unfold layers that are alike, or fold them"),
             ("L", "a flat list of all tensors, or the tree"),
+            ("z", "names over the whole width, or beside the panes"),
             ("R", "read the norms of all tensors that are listed"),
             ("y c", "copy the name; copy the line of Python that reads what is shown"),
         ),
@@ -55,7 +56,7 @@ KEYS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
             ("p", "problems: all of them"),
             ("t", "light or dark"),
             ("Esc", "stop reading; leave the search; back to the names"),
-            ("q", "quit"),
+            ("q ^c", "quit; ^z suspends"),
         ),
     ),
 )

@@ -11,6 +11,7 @@ import typer
 
 from ..errors import LazyckptError
 from ..io.storage.urls import is_url
+from .console import replace_unknown
 from .options import (
     BaseOption,
     FormatOption,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 def browse(
     path: PathArg,
     other: Annotated[
-        str, typer.Argument(metavar="[OTHER]", help="A checkpoint to compare with.", show_default=False)
+        str, typer.Argument(metavar="OTHER", help="A checkpoint to compare with.", show_default=False)
     ] = "",
     state: StateOption = None,
     stored: StoredOption = False,
@@ -75,10 +76,14 @@ def browse(
         return Subject(one(path))
 
     browser = Browser(subject, " and ".join(_address(p) for p in (path, other) if p))
-    error = browser.run()
+    replace_unknown("lazyckpt-cells")
+    try:
+        error = browser.run()
+    finally:
+        replace_unknown("lazyckpt")
     if error is not None:
         raise error
-    if browser.return_code:  # Textual has printed the reason
+    if browser.return_code:  # a signal, or a failure whose reason Textual has printed
         raise typer.Exit(browser.return_code)
 
 

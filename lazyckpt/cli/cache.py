@@ -33,7 +33,7 @@ class Action(StrEnum):
 def cache(
     action: Annotated[Action, typer.Argument(help="List what is kept, remove it, or print the folder of the indexes.")],
     path: Annotated[
-        str | None, typer.Argument(metavar="[PATH]", help="With clear: remove only what is kept of this checkpoint.")
+        str | None, typer.Argument(metavar="PATH", help="With clear: remove only what is kept of this checkpoint.")
     ] = None,
     limit: Annotated[
         str | None,

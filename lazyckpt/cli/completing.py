@@ -1,24 +1,25 @@
-"""What Tab completes on the command line: names and prefixes of tensors, states and formats.
+"""What Tab completes on the command line: names and prefixes of tensors, metadata, checkpoints of a run, and the values
+of options.
 
-A completion prints nothing but its proposals, reads no tensor data and opens no URLs. A shell evaluates what is
-proposed: names with any character that may mean something to a shell are not.
+A completion prints nothing but its proposals, reads no tensor data and opens no URLs. Names that a shell cannot insert
+are not proposed: those with control characters, those that the encoding lacks, and those that look like options.
 """
 
 from __future__ import annotations
 
 import os
-import re
+import sys
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
+    from ..runs.view import RunView
     from ..view import CheckpointView
 
-_PLAIN = re.compile(r"[A-Za-z0-9_./+@,-]+")
 _MOST = 500  # proposals
 _STATES = ("weights", "fp32", "exp_avg", "exp_avg_sq", "momentum_buffer", "step")
 
@@ -66,6 +67,96 @@ def formats(incomplete: str) -> list[str]:
     return [reader.name for reader in readers() if reader.name.startswith(incomplete)]
 
 
+def words(*values: str) -> Callable[[str], list[str]]:
+    """Return a function that proposes these values."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def dtypes(incomplete: str) -> list[str]:
+    """Propose the names of dtypes that are usual for weights."""
+    return words("bf16", "fp16", "fp32", "fp64", "fp8_e4m3", "fp8_e5m2")(incomplete)
+
+
+def tables(incomplete: str) -> list[str]:
+    """Propose the names that `--rename` takes."""
+    from ..layouts.rename.table import names
+
+    return words(*names())(incomplete)
+
+
+def targets(incomplete: str) -> list[str]:
+    """Propose the formats that `lazyckpt convert` writes."""
+    from ..export.registry import NAMES
+
+    return words(*(name for name in NAMES if name != "virtual"))(incomplete)
+
+
+def quantizations(incomplete: str) -> list[str]:
+    """Propose the kinds of `--quantize`."""
+    from ..derive.quantize import KINDS
+
+    return words(*KINDS)(incomplete)
+
+
+def methods(incomplete: str) -> list[str]:
+    """Propose the methods of `lazyckpt merge`."""
+    from ..derive.merges import METHODS
+
+    return words(*METHODS)(incomplete)
+
+
+def tags(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Propose the names of the checkpoints of a run."""
+    return _quietly(lambda: words(*map(os.path.basename, _run(ctx).paths.values()))(incomplete))
+
+
+def steps(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Propose the steps of a run, as `--average` takes them."""
+    return _quietly(lambda: words("all", "last:", *map(str, _run(ctx).steps))(incomplete))
+
+
+def metadata(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Propose the keys of the metadata, level by level."""
+
+    def keys(value: Any, above: str) -> Iterator[str]:
+        for key, below in value.items() if isinstance(value, Mapping) else ():
+            name = f"{above}{key}"
+            yield from keys(below, f"{name}.") if isinstance(below, Mapping) and below else (name,)
+
+    def propose(view: CheckpointView) -> list[str]:
+        from ..namespace import plain_meta
+
+        return levels(sorted(keys(plain_meta(view), "")), incomplete)
+
+    return _of_view(ctx, propose)
+
+
+def _run(ctx: typer.Context) -> RunView:
+    from ..io.storage.urls import is_url
+    from ..runs.view import RunView
+
+    path: str = ctx.params.get("path") or ctx.params.get("src") or ""
+    if not path or is_url(path):
+        raise FileNotFoundError(path)
+    return RunView(os.path.expanduser(path))
+
+
+def _quietly(propose: Callable[[], list[str]]) -> list[str]:
+    """Return what is proposed, or nothing if that fails: the command itself says why."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return [name for name in propose() if _inserted(name)]
+        except Exception:
+            return []
+
+
+def _inserted(name: str) -> bool:
+    """Return whether a shell can insert a name as an argument."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return name.isprintable() and not name.startswith("-") and name == name.encode(encoding, "ignore").decode(encoding)
+
+
 def _of_view(ctx: typer.Context, propose: Callable[[CheckpointView], list[str]]) -> list[str]:
     from ..io.storage.urls import is_url
     from ..view import CheckpointView
@@ -75,34 +166,9 @@ def _of_view(ctx: typer.Context, propose: Callable[[CheckpointView], list[str]])
     if not path or is_url(path):
         return []
     options: dict[str, Any] = {name: given.get(name) for name in ("tag", "format", "base")}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            view = CheckpointView(os.path.expanduser(path), **options)
-            chosen = view.stored if given.get("stored") else view if state is None else view.states[state]
-            return [name for name in propose(chosen) if _PLAIN.fullmatch(name)]
-        except Exception:  # there is nothing to propose; the command itself says why
-            return []
 
+    def found() -> list[str]:
+        view = CheckpointView(os.path.expanduser(path), **options)
+        return propose(view.stored if given.get("stored") else view if state is None else view.states[state])
 
-# Typer's script for zsh, whose first Tab in each shell proposes nothing: zsh loads the file as the body of `_lazyckpt`,
-# which defined a function and did not call it (`typer/_completion_shared.py`, Typer 0.29).
-_ZSH = """
-#compdef %(prog_name)s
-
-%(complete_func)s() {
-  eval $(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" %(autocomplete_var)s=complete_zsh %(prog_name)s)
-}
-
-compdef %(complete_func)s %(prog_name)s
-if [[ $funcstack[1] == _%(prog_name)s ]]; then
-  %(complete_func)s "$@"
-fi
-"""
-
-
-def prepare_scripts() -> None:
-    """Replace the script for zsh that ``--install-completion`` and ``--show-completion`` write."""
-    from typer import _completion_shared
-
-    _completion_shared._completion_scripts["zsh"] = _ZSH
+    return _quietly(found)

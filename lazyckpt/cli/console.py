@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import os
 import re
 import sys
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 # Python arguments that are options of commands.
 _ARGUMENT = re.compile(
-    r"(?<![\w./=-])(overwrite|base|tag|rules|format|memory|resume|verify|max_shard_size|codec|state|dtype|bins|keep|delete|missing"
+    r"(?<![\w./=-])(overwrite|base|tag|algorithm|optimizer|rules|format|memory|resume|verify|max_shard_size|codec|state|dtype|bins|keep|delete|missing"
     r"|incomplete)=(True\b|False\b|\.\.\.|'[^']*'|[\w-]+(?:,\d{3})*|(?!\{))"
 )
 _DEQUANTIZE = re.compile(
@@ -26,7 +27,10 @@ _DEQUANTIZE = re.compile(
 )
 _RENAME = re.compile(r"view\.rename\('([^']*)'\)")
 # Replacements for the characters beyond ASCII that lazyckpt itself prints, for terminals that cannot show them.
-_ASCII = str.maketrans({**dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True)), "…": "...", "─": "-", "│": "|"})
+_BARS = dict(zip("▁▂▃▄▅▆▇█", "_.-=+*%#", strict=True))
+_ASCII = str.maketrans({**_BARS, "…": "...", "─": "-", "│": "|"})
+# Those of `lazyckpt browse`, one for one.
+_DRAWN = _BARS | dict(zip("…─━╸╺│▸▾◂●▀▌▐╭╮╰╯↑↓←→⏎•·", "~-===|>v<o=||++++^v<><*.", strict=True))
 
 
 def in_ascii(error: UnicodeError) -> tuple[str, int]:
@@ -37,7 +41,25 @@ def in_ascii(error: UnicodeError) -> tuple[str, int]:
     return lost.encode("ascii", "backslashreplace").decode("ascii"), error.end
 
 
+def in_cells(error: UnicodeError) -> tuple[str, int]:
+    """Replace characters by ASCII of the same width on a terminal: an error handler of codecs for drawn screens."""
+    from rich.cells import cell_len
+
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lost = error.object[error.start : error.end]
+    return "".join(_DRAWN.get(one, "?" * cell_len(one)) for one in lost), error.end
+
+
+def replace_unknown(handler: str) -> None:
+    """Set the error handler of stdout and stderr for characters that the terminal's encoding lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=handler)
+
+
 codecs.register_error("lazyckpt", in_ascii)
+codecs.register_error("lazyckpt-cells", in_cells)
 
 
 def as_options(text: str) -> str:

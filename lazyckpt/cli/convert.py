@@ -16,13 +16,14 @@ import typer
 from ..core.units import human_bytes, plural
 from ..derive.arithmetic import Missing
 from ..derive.quantize import is_dequantized
-from ..errors import DataError, LazyckptError, and_more, some
+from ..errors import DataError, FormatError, LazyckptError, and_more, some
 from ..export.registry import NAMES
 from ..io.storage.urls import is_remote
 from ..recipes.unquantized import SideFiles
 from ..runs.view import RunView
 from ..show.text import oddities
 from ..view import CheckpointView
+from . import completing
 from .choices import steps_of
 from .console import as_options, write_error, write_line, write_text
 from .jobs import Job, can_resume, check_files, kept, planned, run_job, side_files
@@ -50,13 +51,25 @@ _Dest = Annotated[
 _To = Annotated[
     str | None,
     typer.Option(
-        metavar="FORMAT", help=f"{'|'.join(n for n in NAMES if n != 'virtual')}; default: by the ending of DST."
+        metavar="FORMAT",
+        help=f"{'|'.join(n for n in NAMES if n != 'virtual')}; default: by the ending of DST.",
+        autocompletion=completing.targets,
     ),
 ]
 _Select = Annotated[str | None, typer.Option(metavar="GLOB", help="Only tensors whose names, as printed by ls, match.")]
-_Dtype = Annotated[str | None, typer.Option(metavar="NAME", help="Convert floats to bf16, fp16, fp32, fp8_e4m3, ...")]
+_Dtype = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME", help="Convert floats to bf16, fp16, fp32, fp8_e4m3, ...", autocompletion=completing.dtypes
+    ),
+]
 _Rename = Annotated[
-    str | None, typer.Option(metavar="TABLE", help="Rename for hf, megatron, llama, ..., or by a .toml or .json file.")
+    str | None,
+    typer.Option(
+        metavar="TABLE",
+        help="Rename for hf, megatron, llama, ..., or by a .toml or .json file.",
+        autocompletion=completing.tables,
+    ),
 ]
 _Dequantize = Annotated[
     bool,
@@ -68,7 +81,9 @@ _Dequantize = Annotated[
 _Quantize = Annotated[
     str | None,
     typer.Option(
-        metavar="KIND", help="Quantize matrices to fp8-block, int8, nf4, nf4-double or mxfp4, rounding to nearest."
+        metavar="KIND",
+        help="Quantize matrices to fp8-block, int8, nf4, nf4-double or mxfp4, rounding to nearest.",
+        autocompletion=completing.quantizations,
     ),
 ]
 _Skip = Annotated[
@@ -98,7 +113,11 @@ _Upcycle = Annotated[
 ]
 _Average = Annotated[
     str | None,
-    typer.Option(metavar="STEPS", help="SRC is a run; the mean of steps: all, last:5, or 100,200-400."),
+    typer.Option(
+        metavar="STEPS",
+        help="SRC is a run; the mean of steps: all, last:5, or 100,200-400.",
+        autocompletion=completing.steps,
+    ),
 ]
 _Ema = Annotated[
     float | None,
@@ -126,14 +145,25 @@ _Multiple = Annotated[
 ]
 _CkptFormat = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Of megatron: torch (rank files, the default), torch_dist, fsdp_dtensor."),
+    typer.Option(
+        metavar="NAME",
+        help="Of megatron: torch (rank files, the default), torch_dist, fsdp_dtensor.",
+        autocompletion=completing.words("torch", "torch_dist", "fsdp_dtensor"),
+    ),
 ]
 _Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the work in flight (default: 1GiB).")]
 _Resume = Annotated[bool, typer.Option(help="Resume an interrupted conversion, or discard it.")]
 _Shard = Annotated[
     str | None, typer.Option(metavar="SIZE", help="Largest safetensors or torch file in a folder (default: 5GB).")
 ]
-_Codec = Annotated[str | None, typer.Option(metavar="NAME", help="Compression of zarr: blosc, zstd, gzip.")]
+_Codec = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Compression of zarr: blosc, zstd, gzip.",
+        autocompletion=completing.words("blosc", "zstd", "gzip"),
+    ),
+]
 _Workers = Annotated[
     int | None,
     typer.Option(min=1, metavar="N", help="Worker processes (default: threads); with --cluster slurm, its jobs."),
@@ -331,7 +361,10 @@ def convert(
 def _averaged(run: str, text: str, decay: float | None, missing: Missing) -> tuple[CheckpointView, str, list[int]]:
     """Return the average of steps of a run, the path of the last of them, and the steps."""
     found = RunView(run)
-    steps = steps_of(text, found.steps)
+    try:
+        steps = steps_of(text, found.steps)
+    except FormatError as e:
+        raise FormatError(f"--average takes the folder of a run, with a checkpoint for each step: {e}") from None
     view = found.mean(steps, missing=missing) if decay is None else found.ema(decay, steps, missing=missing)
     return view, found.at(steps[-1]).root, steps
 

@@ -12,6 +12,7 @@ import typer
 from ..core.units import human_bytes, plural
 from ..runs.delta import Stored
 from ..runs.delta import delta as delta_of
+from . import completing
 from .console import write_line, write_text
 from .jobs import interruptible
 from .options import JsonOption
@@ -27,7 +28,11 @@ def delta(
     dest: Annotated[str, typer.Argument(metavar="DEST", help="A folder or a URL.", show_default=False)],
     state: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="State to store; may be given several times. By default all."),
+        typer.Option(
+            metavar="NAME",
+            help="State to store; may be given several times. By default all.",
+            autocompletion=completing.states,
+        ),
     ] = None,
     location: Annotated[
         str | None,

@@ -47,6 +47,8 @@ def demo(
             return
         for step in walk(folder):
             _show(step)
+    except OSError as e:
+        raise LazyckptError(f"the demo cannot write {e.filename or folder}: {e.strerror or e}") from e
     finally:
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)

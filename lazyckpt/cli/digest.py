@@ -9,6 +9,7 @@ import typer
 from ..errors import DataError, printable, some
 from ..inspect.files import statement
 from ..runs.view import RunView
+from . import completing
 from .console import write_error, write_text
 from .options import BaseOption, FormatOption, PathArg, RulesOption, StateOption, TagOption, open_view, state_of
 from .workers import target_of_work
@@ -17,7 +18,9 @@ from .workers import target_of_work
 def digest(
     path: PathArg,
     state: StateOption = None,
-    algorithm: Annotated[str, typer.Option(metavar="NAME", help="sha256 or blake3.")] = "sha256",
+    algorithm: Annotated[
+        str, typer.Option(metavar="NAME", help="sha256 or blake3.", autocompletion=completing.words("sha256", "blake3"))
+    ] = "sha256",
     lines: Annotated[
         bool, typer.Option("--lines", help="Print a line for each tensor: algorithm, digest, name.")
     ] = False,

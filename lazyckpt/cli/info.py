@@ -11,6 +11,7 @@ from ..errors import TensorNotFoundError, and_more
 from ..io.plain_json import encode
 from ..namespace import plain_meta
 from ..show.about import LINES, facts_of, meta_lines
+from . import completing
 from .console import write_line, write_text
 from .options import BaseOption, FormatOption, JsonOption, PathArg, RulesOption, TagOption, open_view, typed
 
@@ -18,7 +19,13 @@ from .options import BaseOption, FormatOption, JsonOption, PathArg, RulesOption,
 def info(
     path: PathArg,
     key: Annotated[
-        str, typer.Argument(metavar="KEY", help="A part of the metadata: args, or args.lr", show_default=False)
+        str,
+        typer.Argument(
+            metavar="KEY",
+            help="A part of the metadata: args, or args.lr",
+            autocompletion=completing.metadata,
+            show_default=False,
+        ),
     ] = "",
     depth: Annotated[int | None, typer.Option(min=1, metavar="N", help="Levels of the metadata to print.")] = None,
     everything: Annotated[

@@ -12,6 +12,7 @@ from ..core.dtypes import dtype_named
 from ..core.units import human_bytes, plural
 from ..errors import DataError, and_more
 from ..view import CheckpointView
+from . import completing
 from .console import write_line, write_text
 from .options import typed
 
@@ -30,11 +31,21 @@ def lora(
         str | None, typer.Option(metavar="GLOB", help="Only weights whose names, as printed by ls, match.")
     ] = None,
     others: Annotated[
-        str, typer.Option(metavar="HOW", help="Other tensors that differ: save (as a whole), skip, error.")
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="Other tensors that differ: save (as a whole), skip, error.",
+            autocompletion=completing.words("save", "skip", "error"),
+        ),
     ] = "save",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the random directions.")] = 0,
     dtype: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Write matrices as bf16, fp16 (default: fp32).")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Write matrices as bf16, fp16 (default: fp32).",
+            autocompletion=completing.words("bf16", "fp16", "fp32"),
+        ),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an adapter in DST.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False,

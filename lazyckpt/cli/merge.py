@@ -14,6 +14,7 @@ from ..derive.merges import method_of
 from ..errors import DataError, and_more
 from ..recipes.merging import Merge, read_merge, write_merge
 from ..show.text import oddities
+from . import completing
 from .console import write_line, write_text
 from .jobs import interruptible
 from .options import MissingOption
@@ -43,12 +44,20 @@ def merge(
     paths: _Paths,
     out: Annotated[str | None, typer.Option("--out", "-o", metavar="DST", help="The folder to write.")] = None,
     method: Annotated[
-        str, typer.Option(metavar="NAME", help="linear, slerp, task_arithmetic, ties, dare_ties, model_stock, ...")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="linear, slerp, task_arithmetic, ties, dare_ties, model_stock, ...",
+            autocompletion=completing.methods,
+        ),
     ] = "linear",
     base: Annotated[str | None, typer.Option(metavar="PATH", help="The base model.")] = None,
     weight: _Weights = None,
     set_: _Params = None,
-    dtype: Annotated[str | None, typer.Option(metavar="NAME", help="Write floats as bf16, fp16, fp32, ...")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Write floats as bf16, fp16, fp32, ...", autocompletion=completing.dtypes),
+    ] = None,
     missing: MissingOption = "error",
     config: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder with config.json (default: that of the base model).")

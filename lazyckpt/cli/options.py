@@ -28,7 +28,10 @@ StateOption = Annotated[
     typer.Option(metavar="NAME", help="State to open: weights, fp32, exp_avg, ...", autocompletion=completing.states),
 ]
 StoredOption = Annotated[bool, typer.Option("--stored", help="All tensors as stored, under their raw names.")]
-TagOption = Annotated[str | None, typer.Option(metavar="TAG", help="Checkpoint to open if the folder has several.")]
+TagOption = Annotated[
+    str | None,
+    typer.Option(metavar="TAG", help="Checkpoint to open if the folder has several.", autocompletion=completing.tags),
+]
 FormatOption = Annotated[
     str | None,
     typer.Option(
@@ -46,7 +49,13 @@ MissingOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print everything as JSON.")]
 FailOnOption = Annotated[
-    str, typer.Option("--fail-on", metavar="LEVEL", help="Least severity for exit code 1: error, warning, note, never.")
+    str,
+    typer.Option(
+        "--fail-on",
+        metavar="LEVEL",
+        help="Least severity for exit code 1: error, warning, note, never.",
+        autocompletion=completing.words(*SEVERITIES, "never"),
+    ),
 ]
 
 

@@ -6,7 +6,6 @@ takes a second or two.
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from difflib import get_close_matches
@@ -18,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import LazyckptError, printable
-from .console import write_error
+from .console import replace_unknown, write_error
 
 # Command -> first line of its help. The command's module and function have the same name.
 COMMANDS = {
@@ -43,6 +42,7 @@ COMMANDS = {
     "formats": "List the formats that lazyckpt reads.",
     "demo": "Write small real checkpoints and walk through them.",
 }
+UsageError: Any = typer.BadParameter.__base__  # of a command line that cannot be parsed
 _SETTINGS = {"help_option_names": ["-h", "--help"]}
 _PIPE = 128 + 13  # exit code that a shell reports for a program killed by SIGPIPE
 
@@ -67,9 +67,19 @@ class _Group(TyperGroup):
             args = ["ls", *args]
         elif first not in COMMANDS and not first.startswith("-"):
             near = get_close_matches(first, COMMANDS, 3, 0.6)
-            hint = f": did you mean {' or '.join(near)}?" if near else "; `lazyckpt --help` lists them."
+            hint = f": did you mean {' or '.join(near)}?" if near else ""
             ctx.fail(f"There is no command, file or folder '{printable(first)}'{hint}")
         return super().resolve_command(ctx, args)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Report options that the program itself does not have as all other errors."""
+        given = bool(args)
+        try:
+            return super().parse_args(ctx, args)
+        except UsageError as e:
+            if not given:  # this "error" is the help
+                raise
+            raise _refused(e) from None
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -87,14 +97,25 @@ class _Group(TyperGroup):
         except BrokenPipeError:
             raise
         except OSError as e:
-            write_error(str(e) if e.filename is not None or not e.strerror else e.strerror)
+            where = "" if e.filename is None else f"{os.fsdecode(e.filename)}: "
+            write_error(f"{where}{e.strerror}" if e.strerror else str(e))
             raise typer.Exit(2) from None
         except LazyckptError as e:
             write_error(str(e))
             raise typer.Exit(2) from None
+        except UsageError as e:
+            raise _refused(e) from None
         except KeyboardInterrupt:
             write_error("interrupted")
             raise typer.Exit(130) from None
+
+
+def _refused(error: Any) -> typer.Exit:
+    """Print why a command line cannot be parsed; return what ends the program."""
+    path = getattr(error.ctx, "command_path", "lazyckpt")
+    text = error.format_message()
+    write_error(f"{text if text.endswith(('.', '?')) else text + '.'} `{path} --help` shows what there is.")
+    return typer.Exit(2)
 
 
 @cache
@@ -116,13 +137,12 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the console script."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names may have characters that the terminal's encoding lacks
-            stream.reconfigure(errors="lazyckpt")
-    if any(one.startswith(("--install-completion", "--show-completion")) for one in sys.argv[1:2]):
-        from .completing import prepare_scripts
+    replace_unknown("lazyckpt")
+    asked = any(one.startswith(("--install-completion", "--show-completion")) for one in sys.argv[1:2])
+    if asked or "_LAZYCKPT_COMPLETE" in os.environ:
+        from .shells import prepare
 
-        prepare_scripts()
+        prepare()
     app(prog_name="lazyckpt")
 
 

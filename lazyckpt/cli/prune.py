@@ -10,6 +10,7 @@ import typer
 from ..core.units import human_bytes, plural
 from ..errors import DataError
 from ..runs.prune import prune as prune_folder
+from . import completing
 from .console import write_line, write_text
 from .options import JsonOption
 
@@ -28,7 +29,11 @@ def prune(
     ] = False,
     state: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="With --thin: keep this state; may be given several times."),
+        typer.Option(
+            metavar="NAME",
+            help="With --thin: keep this state; may be given several times.",
+            autocompletion=completing.states,
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -12,6 +12,7 @@ import typer
 from ..core.dtypes import dtype_named
 from ..exploring import serve as serving
 from ..io.system import share_heap
+from . import completing
 from .console import write_error, write_line
 from .options import BaseOption, FormatOption, PathArg, RulesOption, TagOption, read_rules
 
@@ -33,10 +34,22 @@ def serve(
     ] = None,
     browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     rename: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="Names for hf/ and zarr/: hf, megatron.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Names for hf/ and zarr/: hf, megatron.",
+            autocompletion=completing.tables,
+            show_default=False,
+        ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(metavar="DTYPE", help="Dtype of weights in hf/ and zarr/: bf16.", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Dtype of weights in hf/ and zarr/: bf16.",
+            autocompletion=completing.dtypes,
+            show_default=False,
+        ),
     ] = None,
     dequantize: Annotated[
         bool, typer.Option("--dequantize", help="Offer the unquantized model in hf/ and zarr/ (default: as bf16).")

@@ -34,7 +34,13 @@ def updates(
     run: Annotated[bool, typer.Option("--run", help="All checkpoints of the run in the folder, by step.")] = False,
     layers: Annotated[bool, typer.Option("--layers", help="A row for each layer, not for each parameter.")] = False,
     optimizer: Annotated[
-        str | None, typer.Option(metavar="NAME", help="adamw, adam, lion, sgd, adafactor, muon", show_default=False)
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="adamw, adam, lion, sgd, adafactor, muon",
+            autocompletion=completing.words("adamw", "adam", "lion", "sgd", "adafactor", "muon"),
+            show_default=False,
+        ),
     ] = None,
     lr: Annotated[
         float | None, typer.Option(metavar="RATE", help="The learning rate of the last step.", show_default=False)

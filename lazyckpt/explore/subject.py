@@ -194,7 +194,10 @@ class Subject:
     def _changed(self, query: Query, part: View, name: str) -> LazyArray:
         step = self.before(query)
         if step is None:
-            raise DataError("of=change is for a run, at a step that has one before")
+            if self.run is None:
+                raise DataError(f"{name!r:.200} has no change: this is one checkpoint, and only a run has steps")
+            first = self.step(query)
+            raise DataError(f"{name!r:.200} has no change at step {first:,}, the first of the run: choose a later step")
         old = self.at(step)
         if part.state != old.state:
             if part.state not in old.states:

@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from ..core.index import Index
-from ..core.names import matcher, natural
+from ..core.names import Names, matcher, natural
 from ..errors import FormatError, LazyckptError, Problem, decoding, some
 from ..io.memory import many_objects
 from ..io.storage.base import Store
@@ -94,8 +94,9 @@ def read_index(source: Source, format: str | None = None) -> Index:
         for reader in readers():
             if reader.name == format:
                 return _read_as(reader, source)
-        listed = ", ".join(dict.fromkeys(reader.name for reader in readers()))
-        raise FormatError(f"no reader is named {format[:40]!r}; there are: {listed}")
+        near = Names(dict.fromkeys(reader.name for reader in readers())).near(format)
+        hint = f": did you mean {' or '.join(map(repr, near))}?" if near else "."
+        raise FormatError(f"no reader is named {format[:40]!r}{hint} `lazyckpt formats` lists all")
     found = recognising(source)
     if found is None:
         raise FormatError(unknown(source))

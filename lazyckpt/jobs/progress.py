@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from functools import partial
 from importlib import import_module
 from typing import Any
 
+from ..core.units import human_bytes
 from ..markup import page, safe, tag
 
 _EVERY = 10.0  # seconds between two lines of a log, or ...
@@ -33,9 +33,7 @@ class Bar:
             if not os.environ.get("TQDM_DISABLE"):
                 self._bar = _Cell(total, label, 0.0 if show else _PATIENCE)
         elif sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, unit_divisor=1024)
+            self._bar = _terminal(total, label)
         elif show:
             self._bar = _Lines(total, label)
 
@@ -63,14 +61,30 @@ def _told(done: int, total: int, passed: float) -> str:
     """Return how far the work is, how fast, and how long the rest takes, as text."""
     from tqdm import tqdm
 
-    size = partial(tqdm.format_sizeof, suffix="B", divisor=1024)
     rate = done / passed if passed > 0 else 0.0
-    spent = f"{tqdm.format_interval(passed)}, {size(rate)}/s"
+    spent = f"{tqdm.format_interval(passed)}, {human_bytes(int(rate))}/s"
     left = total - done
     if left <= 0:
-        return f"{size(done)} in {spent}"
+        return f"{human_bytes(done)} in {spent}"
     rest = tqdm.format_interval(left / rate) if rate else "?"
-    return f"{done / total:.0%}, {size(done)} of {size(total)} in {spent}, {rest} left"
+    return f"{done / total:.0%}, {human_bytes(done)} of {human_bytes(total)} in {spent}, {rest} left"
+
+
+def _terminal(total: int, label: str) -> Any:
+    """Return a bar of tqdm whose sizes have the units of all other output."""
+    from tqdm import tqdm
+
+    class Terminal(tqdm):  # type: ignore[misc]  # it has no types
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            found: dict[str, Any] = super().format_dict
+            rate = found["rate"] or (found["n"] / found["elapsed"] if found["elapsed"] else 0)
+            sizes = {"done": found["n"], "all": found["total"], "speed": rate}
+            return found | {name: human_bytes(int(size)) for name, size in sizes.items()}
+
+    return Terminal(
+        total=total, desc=label, bar_format="{l_bar}{bar}| {done} of {all} [{elapsed}<{remaining}, {speed}/s]"
+    )
 
 
 class _Cell:

@@ -172,7 +172,8 @@ def _staged(dest: Path, folder: Path, fingerprint: str, has_work: Callable[[Path
         if new:
             _unmake([*made, folder])
         if isinstance(e, OSError) and not isinstance(e, LazyckptError):
-            raise DestinationError(f"{e.filename or dest}: {e.strerror or e}. Nothing was written") from e
+            where = e.filename if isinstance(e.filename, str) and os.path.isabs(e.filename) else dest
+            raise DestinationError(f"cannot write {where}: {e.strerror or e}. Nothing was written") from e
         raise
     try:
         if job.read() != fingerprint.encode():

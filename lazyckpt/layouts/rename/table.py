@@ -117,11 +117,12 @@ def _lines(which: str | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(which, str):
         found = builtin(which)
         if found is None:
-            names = dict.fromkeys(("hf", "megatron", *known(), *models()))
-            near = Names(names).near(which)
+            near = Names(names()).near(which)
+            hint = f"did you mean {' or '.join(map(repr, near[:3]))}?" if near else "hf and megatron are usual."
             raise FormatError(
-                f"there is no table of names {which!r}; there are {', '.join(names)}"
-                + (f": did you mean {near[0]!r}?" if near else "")
+                f"there is no table of names {which!r:.60}: {hint} "
+                f"`lazyckpt formats --tables` lists all {len(names()):,}; a file of your own ends in "
+                f"{' or '.join(ENDINGS)}"
             )
         return _lines(_document()[found.name])
     lines = dict(which)
@@ -198,6 +199,11 @@ def _under(value: Any, beginnings: Mapping[str, list[str]]) -> Iterator[list[Any
 def known() -> tuple[str, ...]:
     """Return the names of the built-in tables."""
     return tuple(name for name in _document() if name not in ("models", "without", "values", "needs"))
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that stand for a table: "hf", "megatron", those of the tables, and each `model_type`."""
+    return tuple(dict.fromkeys(("hf", "megatron", *known(), *models())))
 
 
 def chosen() -> tuple[str, ...]:
