@@ -7,7 +7,7 @@ import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
 import { DataTable, type Column } from "../ui/table";
 import { Python, useLines } from "../ui/python";
-import { grouped } from "../ui/text";
+import { capital, counted, grouped } from "../ui/text";
 
 interface StateLayers extends Layers {
   zeros: [string, number, number][];
@@ -100,15 +100,16 @@ function State({ state, quantity }: { state: string; quantity: string }) {
   const dead = value.zeros.filter(([, count, zeros]) => zeros === count);
   return (
     <>
-      <LayerGrid found={value} quantity={quantity} title={`${value.quantities[quantity]} of ${state}`} python={lines["layers"]} table={lines["table"]} />
+      <LayerGrid id="state" found={value} quantity={quantity} title={capital(`${value.quantities[quantity]} of ${state}`)} python={lines["layers"]} table={lines["table"]} />
       <h2>Zeros in {state}</h2>
       <p class="quiet">
         {dead.length
-          ? `${grouped(dead.length)} tensors are all zero: parameters whose gradient was always zero have such moments.`
+          ? `${counted(dead.length, "tensor")} ${dead.length === 1 ? "is" : "are"} all zero: parameters whose gradient was always zero have such moments.`
           : "No tensor is all zero."}{" "}
         {value.zeros_in_all > value.zeros.length && `The ${grouped(value.zeros.length)} with the largest shares of ${grouped(value.zeros_in_all)}.`}
       </p>
       {value.zeros.length > 0 && <DataTable
+        id="zeros"
         columns={ZEROS}
         rows={value.zeros}
         caption={`zeros in ${state}`}
@@ -138,14 +139,14 @@ function LastStep({ state }: { state: string }) {
   return (
     <>
       {value.rows.length > 0 && (
-        <LayerGrid found={value} quantity="ratio" title="The last step, in units of the weights" python={lines["updates"]} />
+        <LayerGrid id="steps" found={value} quantity="ratio" title="The last step, in units of the weights" python={lines["updates"]} />
       )}
       {value.problems.map((problem) => (
         <p key={problem} class="quiet">
           {problem}
         </p>
       ))}
-      {value.rows.length > 0 && <DataTable columns={STEPS} rows={value.rows} caption="last step" rowKey={([name]) => name} height={320} />}
+      {value.rows.length > 0 && <DataTable id="steps" columns={STEPS} rows={value.rows} caption="last step" rowKey={([name]) => name} height={320} />}
       {value.rows.length > 0 && <Python code={lines["steps"]} />}
     </>
   );

@@ -543,6 +543,7 @@ function paint(
       context.lineWidth = wide;
       context.beginPath();
       if (mark.odd) {
+        if (sx >= TEXT.w && sy >= TEXT.h) break; // the cell says NaN or Inf itself
         context.moveTo(x - r, y - r);
         context.lineTo(x + r, y + r);
         context.moveTo(x + r, y - r);

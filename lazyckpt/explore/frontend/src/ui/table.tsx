@@ -1,9 +1,10 @@
 // A table that is sorted by a click on a head, draws only the rows in view, and is saved as CSV.
 
 import type { ComponentChildren, CSSProperties } from "preact";
-import { useMemo, useState } from "preact/hooks";
+import { useMemo } from "preact/hooks";
+import { useParam } from "../context";
 import { saveCsv, type Cell } from "./save";
-import { grouped } from "./text";
+import { counted, grouped } from "./text";
 import { VirtualList } from "./virtual";
 import "./table.css";
 
@@ -31,6 +32,8 @@ export interface Sort {
 }
 
 interface Props<T> {
+  /** Identifies the table on its page, in links, which say how it is sorted. */
+  id: string;
   columns: Column<T>[];
   rows: readonly T[];
   /** Says what the table lists, for screen readers and as the name of the CSV. */
@@ -38,7 +41,6 @@ interface Props<T> {
   rowKey(row: T): string | number;
   /** The order at first; null keeps that of the rows. */
   sort?: Sort | null;
-  onSort?(sort: Sort | null): void;
   onRow?(row: T): void;
   active?: string | number;
   /** The largest height in pixels. */
@@ -51,9 +53,8 @@ const ROW = 28;
 
 export function DataTable<T>(props: Props<T>) {
   const { columns, rows, caption, rowKey, onRow, active, height = 480, note } = props;
-  const [own, setOwn] = useState<Sort | null>(props.sort ?? null);
-  const sort = props.onSort ? (props.sort ?? null) : own;
-  const setSort = props.onSort ?? setOwn;
+  const [said, say] = useParam(`sort.${props.id}`, sortText(props.sort ?? null));
+  const sort = sortOf(said);
   const sorted = useMemo(() => sortedBy(rows, columns, sort), [rows, columns, sort?.key, sort?.down]);
   const widths = columns.map((c) => c.width ?? (c.number ? "110px" : "minmax(140px,1fr)"));
   const least = widths.reduce((sum, width) => sum + Number(/^(?:minmax\()?(\d+)px/.exec(width)?.[1] ?? 80) + GAP, GAP);
@@ -72,7 +73,7 @@ export function DataTable<T>(props: Props<T>) {
             <button
               type="button"
               title={column.hint ?? `sort by ${column.title}`}
-              onClick={() => setSort(nextSort(sort, column))}
+              onClick={() => say(sortText(nextSort(sort, column)))}
             >
               {column.title}
               <span class="table-arrow" aria-hidden="true">
@@ -95,7 +96,7 @@ export function DataTable<T>(props: Props<T>) {
         class={`table-row${onRow ? " table-click" : ""}${key === active ? " active" : ""}`}
         style={{ ...grid, ...style }}
         onClick={onRow && (() => onRow(row))}
-        onKeyDown={onRow && ((event) => event.key === "Enter" && onRow(row))}
+        onKeyDown={onRow && ((event) => event.key === "Enter" && event.target === event.currentTarget && onRow(row))}
         tabIndex={onRow ? 0 : undefined}
       >
         {columns.map((column) => {
@@ -113,7 +114,7 @@ export function DataTable<T>(props: Props<T>) {
   return (
     <div class="table">
       <div class="table-tools">
-        <span class="quiet">{note ?? `${grouped(rows.length)} ${rows.length === 1 ? "row" : "rows"}`}</span>
+        <span class="quiet">{note ?? counted(rows.length, "row")}</span>
         <button type="button" class="small" onClick={() => saveCsv(caption, columns.map((c) => c.title), csvRows(sorted, columns))}>
           CSV
         </button>
@@ -142,6 +143,16 @@ function* csvRows<T>(rows: readonly T[], columns: Column<T>[]): Iterable<Cell[]>
 function shown(value: Cell): string {
   if (value === null || value === undefined) return "";
   return typeof value === "number" && Number.isInteger(value) ? grouped(value) : String(value);
+}
+
+/** An order as text for links, and back. */
+export function sortText(sort: Sort | null): string {
+  return sort ? `${sort.key}:${sort.down ? "down" : "up"}` : "none";
+}
+
+export function sortOf(text: string): Sort | null {
+  const [, key, way] = /^(.*):(up|down)$/s.exec(text) ?? [];
+  return key === undefined ? null : { key, down: way === "down" };
 }
 
 /** The order that a click on a head asks for: numbers largest first, then the other way, then as it was. */
