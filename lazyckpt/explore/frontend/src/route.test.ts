@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { formatRoute, parseRoute } from "./route";
+import { arrival, formatRoute, parseRoute } from "./route";
 import { requestKey } from "./transport";
 
 test("a route survives being a link", () => {
@@ -23,4 +23,13 @@ test("what UTF-8 has not survives being a link", () => {
   assert.deepEqual(parseRoute(formatRoute(route)), route);
   assert.equal(requestKey("tensor", { name: "\ud800" }), "tensor?name=%ED%A0%80");
   assert.equal(parseRoute("#/tree?name=%FF%").params["name"], "\ufffd%");
+});
+
+test("a page comes back as it was left, but for what is of another tensor", () => {
+  const left = { name: "a", state: "fp32", view: "0,1,0,1", how: "max", of: "update" };
+  const bound = { view: ["name"], of: ["name", "state"] };
+  assert.deepEqual(arrival(left, { name: "a", state: "fp32" }, {}, bound), left);
+  assert.deepEqual(arrival(left, { name: "a" }, {}, bound), { name: "a", view: "0,1,0,1", how: "max" });
+  assert.deepEqual(arrival(left, { name: "a", state: "fp32" }, { name: "b" }, bound), { name: "b", state: "fp32", how: "max" });
+  assert.deepEqual(arrival(undefined, { name: "a" }, { state: "x" }, bound), { name: "a", state: "x" });
 });

@@ -67,7 +67,7 @@ export function failure(status: number, body: ArrayBuffer): ApiError {
   }
 }
 
-const FIRST_PAUSE = 500, LONGEST_PAUSE = 5000; // milliseconds between tries to reach a server
+const FIRST_PAUSE = 500, LONGEST_PAUSE = 2000; // milliseconds between tries to reach a server
 const AWAY = [502, 503, 504]; // what a proxy says for a server that does not answer
 
 export class HttpTransport implements Transport {

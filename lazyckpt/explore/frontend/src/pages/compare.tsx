@@ -48,11 +48,11 @@ export function ComparePage() {
   if (!found || !pair) return <div>{steps}<p class="quiet">Comparing names …</p></div>;
   const colour = colourOf(kinds);
   const choose = (row: Difference | undefined) => {
-    if (!row || !["values", "dtype", "equal"].includes(row.status)) return;
+    if (!row || !isDrawn(row)) return;
     go({ name: row.name, view: undefined, at: undefined, dims: undefined }, undefined, true);
     setTimeout(() => picture.current?.scrollIntoView({ block: "nearest" }));
   };
-  const chosen = name !== undefined && progress.rows.some((row) => row.name === name) ? name : undefined;
+  const chosen = name !== undefined && progress.rows.some((row) => row.name === name && isDrawn(row)) ? name : undefined;
   return (
     <div class="compare">
       {steps}
@@ -138,6 +138,11 @@ export function ComparePage() {
       )}
     </div>
   );
+}
+
+/** Whether there is a picture of a difference: both have the tensor, in one shape. */
+function isDrawn({ status }: Difference): boolean {
+  return ["values", "dtype", "equal"].includes(status);
 }
 
 const SAID: [string, string][] = [

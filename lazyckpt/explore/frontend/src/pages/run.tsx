@@ -225,7 +225,7 @@ function Panel(props: PartProps) {
           </button>
         </p>
       ) : (
-        <p class="run-wait quiet">reading {bytes(size)} …</p>
+        <p class="run-wait quiet">{seen ? `reading ${bytes(size)} …` : ""}</p>
       )}
     </div>
   );

@@ -80,7 +80,9 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
     const next = new Set(open);
     if (to) next.add(row.key);
     else next.delete(row.key);
-    go({ open: textOf(next) || "-" }, undefined, true);
+    // what is chosen stays in view: closing a group above it chooses the group
+    const hides = !to && above(rows, active, row);
+    go({ open: textOf(next) || "-", ...(hides ? { at: row.key, name: undefined } : {}) }, undefined, true);
   };
   const unfold = (row: Row) => {
     const key = `${row.key.replace(/\.$/, "")}`;
@@ -238,7 +240,7 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
             Reset
           </button>
         )}
-        <button type="button" class="small" onClick={() => go({ open: "-" }, undefined, true)}>
+        <button type="button" class="small" onClick={() => go({ open: "-", ...(chosen && chosen.depth > 0 ? { at: undefined, name: undefined } : {}) }, undefined, true)}>
           Close all
         </button>
         <button type="button" class="small" title="save the names, shapes and sizes" onClick={() => saveNames(state, found, norms)}>
@@ -455,6 +457,12 @@ function kinOf(state: State): Map<string, number[]> | null {
 /** What a row is called. A name with line feeds has stand-ins in the tree: the end of the true one is shown. */
 function labelOf(row: Row, name: string | undefined): string {
   return shownTensor(name === undefined ? row.label : name.slice(Math.max(0, name.length - row.label.length)));
+}
+
+/** Whether a row is above the row at an index. */
+function above(rows: readonly Row[], index: number, row: Row): boolean {
+  for (let n = rows[index]?.parent ?? -1; n >= 0; n = rows[n]!.parent) if (rows[n] === row) return true;
+  return false;
 }
 
 function stands(tree: Tree, row: Row, number: number): boolean {

@@ -335,7 +335,8 @@ interface Nearest {
 function NeighbourCard({ facts, common, part, jump }: Props) {
   const { api } = useExplorer();
   const [said, say] = useParam("near", ""); // a row or a token, whose nearest rows are shown
-  const [text, setText] = useState(said || String(Math.max(0, Math.floor(part.r0))));
+  const [typed, setTyped] = useState<string>();
+  const text = typed ?? (said || String(Math.max(0, Math.floor(part.r0))));
   const [wanted, setWanted] = useState(facts.nbytes <= AUTO);
   const asked = useMemo(() => (!said || !wanted ? undefined : /^\d+$/.test(said) ? { row: Number(said) } : { token: said }), [said, wanted]);
   const found = useLoaded(
@@ -357,7 +358,7 @@ function NeighbourCard({ facts, common, part, jump }: Props) {
       >
         <label>
           row or token
-          <input class="field" value={text} onInput={(event) => setText(event.currentTarget.value)} />
+          <input class="field" value={text} onInput={(event) => setTyped(event.currentTarget.value)} />
         </label>
         <button type="submit" class="small">
           find (reads {bytes(facts.nbytes)})
