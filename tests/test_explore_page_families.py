@@ -35,7 +35,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 EVERY_CONTROL = """
     const done = arguments[0];
-    const drawn = () => new Promise((resolve) => setTimeout(resolve, 60));
+    const drawn = () => new Promise((resolve) => setTimeout(resolve, 25));
     const all = (css) => [...document.querySelectorAll(css)].filter((one) => one.checkVisibility() && !one.disabled);
     const leads = (one) => /compare with/.test(one.closest('label')?.textContent); // to another page
     const use = (one) => {
@@ -49,7 +49,7 @@ EVERY_CONTROL = """
         for (const css of ['summary', 'select', '[role=group]', 'input[type=checkbox]', '.treemap-leaf',
             '[role=columnheader]:nth-child(2) button', '[aria-expanded=false]', '.ranks .table-click']) {
             const count = all('main ' + css).length;
-            for (let n = 0; n < Math.min(count, 6); n += 1) {
+            for (let n = 0; n < Math.min(count, 3); n += 1) {
                 const one = all('main ' + css)[n];
                 if (one && !leads(one)) use(one);
                 await drawn();

@@ -179,7 +179,7 @@ function kindColumns(part: Part): Column<Kind>[] {
 }
 
 const BLOCKS: Column<Block>[] = [
-  { key: "layers", title: "layers", value: (block) => block.label, cell: (block) => `${shownName(block.stack)}${block.label}`, width: "minmax(200px,2fr)" },
+  { key: "layers", title: "layers", value: (block) => block.stack + block.label, cell: (block) => shownName(block.stack + block.label), width: "minmax(200px,2fr)" },
   { key: "count", title: "number", number: true, value: (block) => block.layers.length, width: "80px" },
   { key: "tensors", title: "tensors each", number: true, value: (block) => block.tensors },
   { key: "elements", title: "elements each", number: true, value: (block) => block.numel, cell: (block) => count(block.numel) },

@@ -164,7 +164,7 @@ const ALIKE: Column<Cell>[] = [
   { key: "expert", title: "expert", number: true, value: ({ expert }) => expert, width: "80px" },
   { key: "nearest", title: "most alike", number: true, value: ({ nearest }) => nearest, width: "110px" },
   { key: "cosine", title: "cosine", number: true, value: ({ cosine }) => (Number.isNaN(cosine) ? null : cosine), cell: ({ cosine }) => text(cosine), width: "130px" },
-  { key: "mark", title: "", value: ({ mark }) => mark, width: "60px" },
+  { key: "mark", title: "mark", value: ({ mark }) => mark, width: "60px" },
 ];
 
 function Norms() {
@@ -243,7 +243,7 @@ const COLUMNS: Column<Row>[] = [
   layerColumn<Row>(),
   { key: "expert", title: "expert", number: true, value: ({ expert }) => expert, width: "80px" },
   { key: "norm", title: "L2 norm", number: true, value: ({ norm }) => norm, cell: ({ norm }) => text(norm), width: "130px" },
-  { key: "mark", title: "", value: ({ mark }) => mark, width: "60px" },
+  { key: "mark", title: "mark", value: ({ mark }) => mark, width: "60px" },
 ];
 
 function rowsOf(found: Experts): Row[] {

@@ -159,5 +159,5 @@ const STEPS: Column<Row>[] = [
   { key: "ratio", title: "update / weight", number: true, value: (row) => numeric(row[3] as number), cell: (row) => text(numeric(row[3] as number)), width: "130px" },
   { key: "rms", title: "rms of the update", number: true, value: (row) => numeric(row[4] as number), cell: (row) => text(numeric(row[4] as number)), width: "140px" },
   { key: "bound", title: "at the bound", number: true, value: ([, , , , , bound]) => bound, cell: ([, , , , , bound]) => (bound === null ? "" : `${(100 * bound).toFixed(1)} %`), hint: "share of elements that Adam or Lion moves by the whole learning rate", width: "110px" },
-  { key: "error", title: "", value: (row) => row[6], width: "minmax(80px,1fr)" },
+  { key: "error", title: "error", value: (row) => row[6], width: "minmax(80px,1fr)" },
 ];

@@ -111,7 +111,7 @@ const COLUMNS: Column<Row>[] = [
   { key: "kind", title: "kind", value: ({ kind }) => kind, cell: ({ kind }) => <Ending text={kind} />, width: "minmax(240px,2fr)" },
   { key: "layer", title: "layer", number: true, value: ({ layer }) => layer, width: "80px" },
   { key: "value", title: "value", number: true, value: ({ value }) => value, cell: ({ value }) => text(value), width: "130px" },
-  { key: "mark", title: "", value: ({ mark }) => mark, width: "50px" },
+  { key: "mark", title: "mark", value: ({ mark }) => mark, width: "50px" },
 ];
 
 export function numeric(value: Number | null | undefined): number {

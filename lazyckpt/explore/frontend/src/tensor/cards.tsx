@@ -172,14 +172,14 @@ function OutlierCard({ facts, plane, common, lines, jump, setMarks }: Props) {
     <section aria-label="Outliers">
       <h2>Largest elements, NaN and infinities</h2>
       <Wait cost={`reads ${bytes(facts.nbytes)}`} cheap={facts.nbytes <= AUTO} load={load}>
-        {(found) => <OutlierTable {...{ found, plane, jump, setMarks }} />}
+        {(found) => <OutlierTable {...{ found, plane, jump, setMarks }} name={facts.name} />}
       </Wait>
       <Python code={lines["outliers"]} />
     </section>
   );
 }
 
-function OutlierTable({ found, plane, jump, setMarks }: { found: Outliers; plane: Plane; jump(index: number[]): void; setMarks(marks: Mark[]): void }) {
+function OutlierTable({ name, found, plane, jump, setMarks }: { name: string; found: Outliers; plane: Plane; jump(index: number[]): void; setMarks(marks: Mark[]): void }) {
   const rows = [...found.odd.map(([index, value]) => ({ index, value, odd: true })), ...found.largest.map(([index, value]) => ({ index, value, odd: false }))];
   useEffect(() => {
     const marks: Mark[] = [];
@@ -197,6 +197,7 @@ function OutlierTable({ found, plane, jump, setMarks }: { found: Outliers; plane
     <DataTable
       id="outliers"
       caption="largest elements"
+      file={`${name}.largest`}
       rows={rows}
       rowKey={({ index, odd }) => `${odd}${index.join(",")}`}
       height={300}
@@ -267,6 +268,7 @@ function BitsPicture({ found, facts }: { found: Bits; facts: Facts }) {
           <DataTable
             id="exponents"
             caption="exponents"
+            file={`${facts.name}.exponents`}
             rows={shown.map((count, n) => ({ exponent: first + n - found.bias, count }))}
             rowKey={({ exponent }) => exponent}
             height={190}
@@ -280,13 +282,14 @@ function BitsPicture({ found, facts }: { found: Bits; facts: Facts }) {
       <DataTable
         id="bits"
         caption="share of ones in each bit"
+        file={`${facts.name}.bits`}
         rows={found.ones.map((share, n) => ({ share, bit: names[n]! }))}
         rowKey={({ bit }) => bit}
         height={190}
         columns={[
           { key: "bit", title: "bit", value: ({ bit }) => bit, width: "70px" },
           { key: "share", title: "ones", value: ({ share }) => share, cell: ({ share }) => `${(100 * share).toFixed(2)} %`, number: true },
-          { key: "bar", title: "", value: ({ share }) => share, cell: ({ share }) => <div class="tensor-bar"><span style={{ left: 0, width: `${100 * share}%` }} /></div>, width: "1fr" },
+          { key: "bar", title: "", picture: true, value: ({ share }) => share, cell: ({ share }) => <div class="tensor-bar"><span style={{ left: 0, width: `${100 * share}%` }} /></div>, width: "1fr" },
         ]}
       />
     </>
@@ -371,6 +374,7 @@ function NeighbourCard({ facts, common, part, jump }: Props) {
         <DataTable
           id="nearest"
           caption="nearest rows"
+          file={`${facts.name}.nearest`}
           rows={found.value.nearest}
           rowKey={([row]) => row}
           height={300}
@@ -423,12 +427,13 @@ function ValuesCard(props: Props) {
         <DataTable
           id="values"
           caption="values"
+          file={`${facts.name}.values`}
           rows={value.values.map((texts, n) => ({ texts, row: r0 + n }))}
           rowKey={({ row }) => row}
           height={330}
           note={live ? "the upper left of what the picture shows; zoom or move it" : "the upper left"}
           columns={[
-            { key: "row", title: "", value: ({ row }) => row, number: true, width: "80px" },
+            { key: "row", title: "row", value: ({ row }) => row, number: true, width: "80px" },
             ...Array.from({ length: window.c1 - window.c0 }, (_, n) => ({
               key: `c${n}`, title: grouped(c0 + n), value: ({ texts }: { texts: string[]; row: number }) => texts[n] ?? "", number: true, width: `minmax(${wide}px,1fr)`,
             })),
@@ -455,6 +460,7 @@ function WhereCard({ facts }: Props) {
         <DataTable
           id="ranges"
           caption="ranges of files"
+          file={`${facts.name}.ranges`}
           rows={facts.ranges.map((range, n) => ({ ...range, n }))}
           rowKey={({ n }) => n}
           height={300}
@@ -464,7 +470,7 @@ function WhereCard({ facts }: Props) {
             { key: "path", title: "file", value: ({ path }) => path, cell: ({ path }) => <Ending text={path} />, width: "minmax(180px,2fr)" },
             { key: "offset", title: "offset", value: ({ offset }) => offset, number: true },
             { key: "nbytes", title: "bytes", value: ({ nbytes }) => nbytes, number: true },
-            { key: "bar", title: "in the file", value: ({ offset }) => offset, width: "minmax(120px,1fr)",
+            { key: "bar", title: "in the file", picture: true, value: ({ offset }) => offset, width: "minmax(120px,1fr)",
               cell: ({ path, offset, nbytes, missing }) =>
                 missing ? <span class="error">{missing}</span> : <div class="tensor-bar"><span style={{ left: `${(100 * (offset ?? 0)) / end.get(path)!}%`, width: `${(100 * nbytes) / end.get(path)!}%` }} /></div> },
           ]}

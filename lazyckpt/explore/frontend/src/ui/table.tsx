@@ -22,6 +22,8 @@ export interface Column<T> {
   width?: string;
   /** Numbers stand at the right side. */
   number?: boolean;
+  /** Whether the column is a picture of another one: it is not in the CSV. */
+  picture?: boolean;
   /** Explains the column. */
   hint?: string;
 }
@@ -36,8 +38,10 @@ interface Props<T> {
   id: string;
   columns: Column<T>[];
   rows: readonly T[];
-  /** Says what the table lists, for screen readers and as the name of the CSV. */
+  /** Says what the table lists, for screen readers. */
   caption: string;
+  /** The name of the CSV; by default the caption. */
+  file?: string;
   rowKey(row: T): string | number;
   /** The order at first; null keeps that of the rows. */
   sort?: Sort | null;
@@ -56,6 +60,7 @@ export function DataTable<T>(props: Props<T>) {
   const [said, say] = useParam(`sort.${props.id}`, sortText(props.sort ?? null));
   const sort = sortOf(said);
   const sorted = useMemo(() => sortedBy(rows, columns, sort), [rows, columns, sort?.key, sort?.down]);
+  const told = columns.filter(({ picture }) => !picture);
   const widths = columns.map((c) => c.width ?? (c.number ? "110px" : "minmax(140px,1fr)"));
   const least = widths.reduce((sum, width) => sum + Number(/^(?:minmax\()?(\d+)px/.exec(width)?.[1] ?? 80) + GAP, GAP);
   const grid = { gridTemplateColumns: widths.join(" "), minWidth: `${least}px` }; // the same for all rows, whatever they hold
@@ -115,7 +120,7 @@ export function DataTable<T>(props: Props<T>) {
     <div class="table">
       <div class="table-tools">
         <span class="quiet">{note ?? counted(rows.length, "row")}</span>
-        <button type="button" class="small" onClick={() => saveCsv(caption, columns.map((c) => c.title), csvRows(sorted, columns))}>
+        <button type="button" class="small" onClick={() => saveCsv(props.file ?? caption, told.map((c) => c.title), csvRows(sorted, told))}>
           CSV
         </button>
       </div>
@@ -162,11 +167,18 @@ export function nextSort<T>(sort: Sort | null, column: Column<T>): Sort | null {
   return sort.down === first ? { key: column.key, down: !first } : null;
 }
 
+/** A number that is given as text, such as "inf" or "1.5e-300"; of a complex one the real part. */
+function numberOf(value: Cell): Cell {
+  if (typeof value !== "string") return value;
+  const odd: Record<string, number> = { inf: Infinity, "-inf": -Infinity, True: 1, False: 0 };
+  return odd[value] ?? parseFloat(value);
+}
+
 /** Rows in the order of a column; rows without a value last, rows with equal values as they were. */
 export function sortedBy<T>(rows: readonly T[], columns: Column<T>[], sort: Sort | null): readonly T[] {
   const column = sort && columns.find((one) => one.key === sort.key);
   if (!column) return rows;
-  const keys = rows.map((row) => column.value(row));
+  const keys = rows.map((row) => (column.number ? numberOf(column.value(row)) : column.value(row)));
   const order = rows.map((_, n) => n);
   const sign = sort.down ? -1 : 1;
   order.sort((a, b) => {

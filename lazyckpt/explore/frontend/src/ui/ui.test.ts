@@ -15,6 +15,8 @@ test("a treemap's areas are the values' and fill the room", () => {
 
 test("text for spreadsheets is quoted and is no formula", () => {
   assert.equal(toCsv(["a", "b"], [['x,"y"', -1], ["=1+1", null]]), 'a,b\r\n"x,""y""",-1\r\n\'=1+1,\r\n');
+  const numbers = ["-0.5", "-inf", "1e-300", "-0.5+2e-9j", "+3"];
+  assert.equal(toCsv([], [[...numbers, "-a", "-1+cmd|x"]]), `\r\n${numbers.join(",")},'-a,'-1+cmd|x\r\n`);
 });
 
 test("ticks are round numbers inside of the range", () => {
@@ -55,6 +57,9 @@ test("rows without a value are last, and equal rows stay in their order", () => 
   const rows: [string, number | null][] = [["a", 1], ["b", null], ["c", 2], ["d", 1], ["e", NaN], ["f", 2]];
   const names = (sort: { key: string; down: boolean } | null) => sortedBy(rows, columns, sort).map(([name]) => name).join("");
   const first = nextSort(null, columns[0]!), second = nextSort(first, columns[0]!);
+  const texts = ["-2", "10", "nan", "9", "-inf"].map((text): [string, string] => [text, text]);
+  const found = sortedBy(texts, [{ key: "n", title: "n", number: true, value: ([, text]: [string, string]) => text }], first);
+  assert.deepEqual(found.map(([text]) => text), ["10", "9", "-2", "-inf", "nan"]);
   assert.deepEqual([names(first), names(second), names(nextSort(second, columns[0]!))], ["cfadbe", "adcfbe", "abcdef"]);
 });
 
