@@ -63,14 +63,14 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
       api,
       about: about.value,
       route,
-      theme: theme === "auto" ? around : theme,
+      theme: printing ? "light" : theme === "auto" ? around : theme,
       address: (given, page) => formatRoute(target(given, page)),
       go(given, page = route.page, replace = false) {
         left.current = !!frame.current?.querySelector("main")?.matches(":focus-within");
         routes.write(target(given, page), replace);
       },
     };
-  }, [api, about.value, route, routes, theme, around]);
+  }, [api, about.value, route, routes, theme, around, printing]);
   const pages = context ? PAGES.filter((page) => page.shown(context.about)) : [];
   const page = pages.find(({ id }) => id === route.page) ?? pages[0];
   useEffect(() => {

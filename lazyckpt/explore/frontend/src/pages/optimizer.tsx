@@ -8,6 +8,7 @@ import { Failure } from "../ui/failure";
 import { DataTable, type Column } from "../ui/table";
 import { Python, useLines } from "../ui/python";
 import { capital, counted, grouped } from "../ui/text";
+import "./optimizer.css";
 
 interface StateLayers extends Layers {
   zeros: [string, number, number][];
@@ -96,7 +97,7 @@ function State({ state, quantity }: { state: string; quantity: string }) {
   const { value, error } = useLoaded((signal) => api.json<StateLayers>("layers", { state: own, step, side }, signal), [own, step, side]);
   const lines = useLines({ state, step, side, of: quantity === "rms" ? undefined : quantity });
   if (error) return <Failure error={error} />;
-  if (!value) return <p class="quiet">Reading {state} …</p>;
+  if (!value) return <p class="quiet optimizer-wait">Reading {state} …</p>;
   const dead = value.zeros.filter(([, count, zeros]) => zeros === count);
   return (
     <>

@@ -1,7 +1,7 @@
 // One tensor: its picture from the whole down to one element, and what its values are.
 
 import type { ComponentChildren } from "preact";
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Numbers } from "../api";
 import { useExplorer, useLoaded } from "../context";
 import { Cards, type Facts } from "../tensor/cards";
@@ -12,7 +12,7 @@ import { sample, scaleOf, type Scale, type ScaleKind } from "../ui/colourscale";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { HeatMap, Link, cellValue, type How, type Mark, type Outline, type Values } from "../ui/heatmap";
-import { CopyButton, Python, useLines } from "../ui/python";
+import { CopyButton, useLines } from "../ui/python";
 import { around, partOf, partText, rootTile, whole, type Size, type Tile } from "../ui/pyramid";
 import { shortNumber } from "../ui/axis";
 import { bytes, counted, grouped, shownName, shownTensor } from "../ui/text";
@@ -143,7 +143,7 @@ function Tensor({ facts, common }: { facts: Facts; common: Common }) {
           </span>
         )}
         {api.live && choices.length > 1 && facts.numbers !== null && !empty && (
-          <span role="group" aria-label="side by side">
+          <span role="group" aria-label="side by side" class="tensor-aside">
             <span class="quiet">side by side with</span>
             {choices.map((one) => besideKey(one) !== besideKey(facts) && (
               <button
@@ -302,7 +302,7 @@ function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
     </>
   );
   return (
-    <Figure title={among ? shownName(among.label) : facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={among ? `${facts.name}.${among.label}` : `${facts.name}.values`} python={lines["heatmap"]}>
+    <Figure title={among ? shownName(among.label) : facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={among ? `${facts.name}.${among.label}` : `${facts.name}.values`} python={[lines["heatmap"], norms.value ? lines["norms"] : undefined]}>
       {!among && <div class="tensor-tools">
         <Choices facts={facts} plane={plane} />
         {layout.value && layout.value.labels.length > 1 && plane.ndim === 2 && (
@@ -349,7 +349,6 @@ function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
             colNorms={norms.value?.["cols"]}
           />
           {values.length > 0 && <Legend scale={scale} table={table} what={root.value.single ? "value" : how} />}
-          {norms.value && <Python code={lines["norms"]} />}
         </>
       )}
     </Figure>
@@ -456,7 +455,8 @@ function Dimensions({ plane }: { plane: Plane }) {
 
 export function Legend({ scale, table, what }: { scale: Scale; table: Uint8Array; what: string }) {
   const canvas = useRef<HTMLCanvasElement>(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
+    // before a print, too
     const context = canvas.current!.getContext("2d")!;
     for (let x = 0; x < 256; x += 1) {
       context.fillStyle = css(table, x / 255);

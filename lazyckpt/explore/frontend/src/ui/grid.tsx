@@ -206,7 +206,7 @@ export function Legend({ low, high, log = false, colour, format = shortNumber, t
   if (!Number.isFinite(low) || !Number.isFinite(high)) return null;
   const stops = Array.from({ length: 17 }, (_, n) => colour(n / 16)).join(",");
   const scale = unit > 1 && high > 0 ? unit ** Math.floor(Math.log(high) / Math.log(unit)) : 1;
-  const marks = high > low ? (log ? logTicks(low, high, 4) : ticks(low / scale, high / scale, 4).map((n) => n * scale)) : [low];
+  const marks = high > low ? (log ? logTicks(low, high, 5) : ticks(low / scale, high / scale, 4).map((n) => n * scale)) : [low];
   const share = (v: number) => (high <= low ? 0.5 : log ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low));
   return (
     <div class="colour-legend">
