@@ -45,6 +45,12 @@ EVERY_CONTROL = """
         one.selectedIndex = [...one.options].findIndex((option) => !option.selected && !option.disabled);
         one.dispatchEvent(new Event('change', {bubbles: true}));
     };
+    const ask = window.fetch;
+    let waiting = 0;
+    window.fetch = (...about) => {
+        waiting += 1;
+        return ask(...about).finally(() => { waiting -= 1; });
+    };
     (async () => {
         for (const css of ['summary', 'select', '[role=group]', 'input[type=checkbox]', '.treemap-leaf',
             '[role=columnheader]:nth-child(2) button', '[aria-expanded=false]', '.ranks .table-click']) {
@@ -55,6 +61,7 @@ EVERY_CONTROL = """
                 await drawn();
             }
         }
+        for (let quiet = 0; quiet < 8; quiet = waiting ? 0 : quiet + 1) await drawn();
         done();
     })();
 """
@@ -152,7 +159,7 @@ def test_every_page_shows_what_python_finds(browser: Browser, tmp_path: Path, fa
             CHECKS[title](pages, name, paths)
             assert not pages.js("return [...document.querySelectorAll('.failure')].map(one => one.textContent)")
             assert pages.js("return document.documentElement.scrollWidth <= innerWidth"), title
-            if family == "steps":
+            if family == "steps" and title in ("Tensor", "Architecture", "Compare", "Optimizer"):
                 pages.comes_back()
         complaints = [one for one in browser.complaints() if not one.startswith(f"requested {pages.base}")]
         assert not [one for one in complaints if "chrome://" not in one and "requested blob:" not in one]

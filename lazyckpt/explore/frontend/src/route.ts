@@ -36,7 +36,7 @@ export function arrival(left: Params | undefined, shared: Params, given: Params,
   const next = { ...shared, ...given };
   const holds = (name: string) => (bound[name] ?? []).every((other) => left?.[other] === next[other]);
   const own = Object.entries(left ?? {}).filter(([name]) => !SHARED.includes(name) && holds(name));
-  return { ...Object.fromEntries(own), ...next };
+  return { ...next, ...Object.fromEntries(own), ...next }; // what pages share stands first
 }
 
 /** The parameters of a page that go along to another page. */

@@ -1,7 +1,7 @@
 // A table that is sorted by a click on a head, draws only the rows in view, and is saved as CSV.
 
 import type { ComponentChildren, CSSProperties } from "preact";
-import { useMemo } from "preact/hooks";
+import { useMemo, useRef, useState } from "preact/hooks";
 import { useParam } from "../context";
 import { saveCsv, type Cell } from "./save";
 import { counted, grouped } from "./text";
@@ -90,6 +90,17 @@ export function DataTable<T>(props: Props<T>) {
       })}
     </div>
   );
+  const box = useRef<HTMLDivElement>(null);
+  const [at, setAt] = useState(0); // the row that the key Tab reaches; arrow keys go to the others
+  const onKey = (event: KeyboardEvent) => {
+    const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!step || !onRow) return;
+    const rows = [...(box.current?.querySelectorAll<HTMLElement>("[role=row][tabindex]") ?? [])];
+    const next = rows[rows.indexOf(event.target as HTMLElement) + step];
+    if (!next) return;
+    event.preventDefault();
+    next.focus();
+  };
   const draw = (index: number, style: CSSProperties) => {
     const row = sorted[index]!;
     const key = rowKey(row);
@@ -102,7 +113,8 @@ export function DataTable<T>(props: Props<T>) {
         style={{ ...grid, ...style }}
         onClick={onRow && (() => onRow(row))}
         onKeyDown={onRow && ((event) => event.key === "Enter" && event.target === event.currentTarget && onRow(row))}
-        tabIndex={onRow ? 0 : undefined}
+        tabIndex={onRow ? (index === Math.min(at, sorted.length - 1) ? 0 : -1) : undefined}
+        onFocus={onRow && (() => setAt(index))}
       >
         {columns.map((column) => {
           const value = column.cell ? column.cell(row) : shown(column.value(row));
@@ -117,7 +129,7 @@ export function DataTable<T>(props: Props<T>) {
     );
   };
   return (
-    <div class="table">
+    <div class="table" ref={box} onKeyDown={onKey}>
       <div class="table-tools">
         <span class="quiet">{note ?? counted(rows.length, "row")}</span>
         <button type="button" class="small" onClick={() => saveCsv(props.file ?? caption, told.map((c) => c.title), csvRows(sorted, told))}>
