@@ -159,7 +159,7 @@ def test_every_page_shows_what_python_finds(browser: Browser, tmp_path: Path, fa
             CHECKS[title](pages, name, paths)
             assert not pages.js("return [...document.querySelectorAll('.failure')].map(one => one.textContent)")
             assert pages.js("return document.documentElement.scrollWidth <= innerWidth"), title
-            if family == "steps" and title in ("Tensor", "Architecture", "Compare", "Optimizer"):
+            if family == "steps":
                 pages.comes_back()
         complaints = [one for one in browser.complaints() if not one.startswith(f"requested {pages.base}")]
         assert not [one for one in complaints if "chrome://" not in one and "requested blob:" not in one]
