@@ -101,7 +101,7 @@ function State({ state, quantity }: { state: string; quantity: string }) {
   const dead = value.zeros.filter(([, count, zeros]) => zeros === count);
   return (
     <>
-      <LayerGrid id="state" found={value} quantity={quantity} title={capital(`${value.quantities[quantity]} of ${state}`)} python={lines["layers"]} table={lines["table"]} />
+      <LayerGrid id="state" note="by kind of parameter and layer" found={value} quantity={quantity} title={capital(`${value.quantities[quantity]} of ${state}`)} python={lines["layers"]} table={lines["table"]} />
       <h2>Zeros in {state}</h2>
       <p class="quiet">
         {dead.length

@@ -300,7 +300,7 @@ function SearchField({ q }: { q: string }) {
     <input
       type="search"
       class="field tree-search"
-      placeholder="Search names: words, or a glob as *.q_proj.weight"
+      placeholder="Search names: words, or a pattern such as *.q_proj.weight"
       aria-label="Search names"
       spellcheck={false}
       autocomplete="off"

@@ -89,7 +89,7 @@ export function Memory({ python }: { python: string | undefined }) {
   const stage = costs?.stages[Math.max(0, Math.min(chosen, costs.stages.length - 1))];
   return (
     <section class="memory">
-      <h2>What it takes in memory</h2>
+      <h2>Memory on each rank</h2>
       <form class="memory-form" onSubmit={(event) => event.preventDefault()}>
         {select("dtype", "weights", dtype, DTYPES)}
         {DEGREES.map((axis) => (

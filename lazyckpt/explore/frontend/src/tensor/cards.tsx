@@ -413,7 +413,7 @@ function ValuesCard(props: Props) {
     [facts, r0, c0, plane.query.at, plane.query.dims],
   );
   const longest = value?.values.reduce((n, row) => row.reduce((m, text) => Math.max(m, text.length), n), 0) ?? 0;
-  const wide = Math.max(108, Math.ceil(7.9 * longest)); // no digit is cut off
+  const wide = Math.max(108, Math.ceil(8.6 * longest)); // no digit is cut off
   return (
     <section class="tensor-wide" aria-label="Values as a table">
       <h2>{plane.ndim < 2 && !plane.wrap ? `Values from index ${grouped(c0)}` : `Values from row ${grouped(r0)}, column ${grouped(c0)}`}</h2>

@@ -29,7 +29,7 @@ const CHOICES = 1000; // alike tensors that can be chosen from a list
 export function Card(props: Props) {
   const { row } = props;
   return (
-    <aside class="card" aria-label="What is chosen">
+    <aside class="card" aria-label="Details of the selection">
       {row.leaf ? <TensorCard {...props} /> : <GroupCard {...props} />}
     </aside>
   );
@@ -187,7 +187,7 @@ function GroupCard({ state, tree, row, sums, normSums, params }: Props) {
     <>
       <h2 class="mono">
         {shownName(path)}
-        {row.numbers && ` (and its like: ${row.numbers})`} <CopyButton text={path} label="copy the prefix" />
+        {row.numbers && ` (the same for ${row.numbers})`} <CopyButton text={path} label="copy the prefix" />
       </h2>
       <dl>
         <dt>tensors</dt>
