@@ -269,6 +269,8 @@ def the_ranks(pages: Pages, name: str, paths: list[Path]) -> None:
 
 
 def the_optimizer(pages: Pages, name: str, paths: list[Path]) -> None:
+    pages.go("optimizer", state="exp_avg", of="no quantity")
+    pages.until("document.querySelector('[aria-label^=\"Root mean square\"]')")
     pages.go("optimizer", state="exp_avg", of="norm")
     pages.until("document.querySelector('[aria-label=States] [role=application]')")
     pages.opened()

@@ -31,7 +31,8 @@ export function OptimizerPage() {
   const moments = names.filter((name) => name !== side.state && name !== "fp32" && name !== "weights");
   const { state: asked, step } = route.params;
   const state = asked !== undefined && names.includes(asked) ? asked : (moments[0] ?? side.state);
-  const quantity = route.params["of"] ?? "rms";
+  const { of = "rms" } = route.params;
+  const quantity = Object.hasOwn(QUANTITIES, of) ? of : "rms";
   const chosen = side.states.find(({ name }) => name === state);
   const whole = side.states.reduce((sum, { nbytes }) => sum + nbytes, 0);
   if (names.length < 2) {
