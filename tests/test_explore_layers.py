@@ -49,6 +49,12 @@ def test_quantities_are_those_of_torch(trained: lazyckpt.CheckpointView) -> None
                 assert found["values"]["zeros"][n][k] == pytest.approx(float((wanted == 0).double().mean()))
                 seen += 1
         assert seen or state == "step"
+        own = found["relative"]["rms"]
+        for row, unit, scaled in zip(found["values"]["rms"], own["units"], own["values"], strict=True):
+            some = [(value, one) for value, one in zip(row, scaled, strict=True) if value != "NaN" and value > 0]
+            assert [unit * 2**one for _, one in some] == pytest.approx([value for value, _ in some])
+            assert not some or min(some)[0] <= unit <= max(some)[0]
+        assert found["relative"]["mean"]["unit"] == "largest" and "zeros" not in found["relative"]
         for name, count, zeros in found["zeros"]:
             assert (count, zeros) == (tensors[name].numel(), int((tensors[name][...] == 0).sum()))
 

@@ -33,6 +33,48 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield found
 
 
+EVERY_CONTROL = """
+    const done = arguments[0];
+    const drawn = () => new Promise((resolve) => setTimeout(resolve, 25));
+    const all = (css) => [...document.querySelectorAll(css)].filter((one) => one.checkVisibility() && !one.disabled);
+    const leads = (one) => /compare with/.test(one.closest('label')?.textContent); // to another page
+    const use = (one) => {
+        if (one.role === 'group') return one.querySelector('[aria-pressed=false], button:not([aria-pressed])')?.click();
+        if (one.classList.contains('treemap-leaf')) return one.dispatchEvent(new Event('click', {bubbles: true}));
+        if (one.tagName !== 'SELECT') return one.click();
+        one.selectedIndex = [...one.options].findIndex((option) => !option.selected && !option.disabled);
+        one.dispatchEvent(new Event('change', {bubbles: true}));
+    };
+    const ask = window.fetch;
+    let waiting = 0;
+    window.fetch = (...about) => {
+        waiting += 1;
+        return ask(...about).finally(() => { waiting -= 1; });
+    };
+    (async () => {
+        for (const css of ['summary', 'select', '[role=group]', 'input[type=checkbox]', '.treemap-leaf',
+            '[role=columnheader]:nth-child(2) button', '[aria-expanded=false]', '.ranks .table-click']) {
+            const count = all('main ' + css).length;
+            for (let n = 0; n < Math.min(count, 3); n += 1) {
+                const one = all('main ' + css)[n];
+                if (one && !leads(one)) use(one);
+                await drawn();
+            }
+        }
+        for (let quiet = 0; quiet < 8; quiet = waiting ? 0 : quiet + 1) await drawn();
+        done();
+    })();
+"""
+STATE = """() => {
+    const all = (css) => [...document.querySelectorAll('main ' + css)];
+    const text = document.querySelector('main')?.innerText ?? '…';
+    return !/ing\\b.*…/.test(text) && [location.hash, text, ...all('select, input').map((one) => one.value),
+        ...all('[type=checkbox], details').map((one) => one.checked ?? one.open),
+        ...['pressed', 'expanded', 'sort', 'selected'].flatMap((name) =>
+            all(`[aria-${name}]`).map((one) => one.getAttribute(`aria-${name}`)))];
+}"""  # what is on the page, once nothing is loading
+
+
 class Pages:
     """The pages of one subject. ``view``: what they show, of a run its last step."""
 
@@ -67,6 +109,14 @@ class Pages:
     def opened(self) -> None:
         """Open what is folded."""
         self.js("document.querySelectorAll('main details').forEach(one => one.open = true)")
+
+    def comes_back(self) -> None:
+        """Use every control of the page, and check that its link alone brings all of that back."""
+        self.browser.driver.execute_async_script(EVERY_CONTROL)
+        shown = self.until(f"({STATE})()")
+        self.browser.driver.refresh()
+        expected = json.dumps(shown, separators=(",", ":"), ensure_ascii=False)
+        self.until(f"JSON.stringify(({STATE})()) === {json.dumps(expected)}")
 
     def pressed(self, group: str, text: str) -> None:
         self.js(
@@ -107,6 +157,8 @@ def test_every_page_shows_what_python_finds(browser: Browser, tmp_path: Path, fa
             CHECKS[title](pages, name, paths)
             assert not pages.js("return [...document.querySelectorAll('.failure')].map(one => one.textContent)")
             assert pages.js("return document.documentElement.scrollWidth <= innerWidth"), title
+            if family == "steps":
+                pages.comes_back()
         complaints = [one for one in browser.complaints() if not one.startswith(f"requested {pages.base}")]
         assert not [one for one in complaints if "chrome://" not in one and "requested blob:" not in one]
 
@@ -215,6 +267,8 @@ def the_ranks(pages: Pages, name: str, paths: list[Path]) -> None:
 
 
 def the_optimizer(pages: Pages, name: str, paths: list[Path]) -> None:
+    pages.go("optimizer", state="exp_avg", of="no quantity")
+    pages.until("document.querySelector('[aria-label^=\"Root mean square\"]')")
     pages.go("optimizer", state="exp_avg", of="norm")
     pages.until("document.querySelector('[aria-label=States] [role=application]')")
     pages.opened()

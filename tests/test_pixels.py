@@ -274,6 +274,25 @@ def test_a_sample_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (np.diff(flat.mean[:, 0]) > 0).all()
 
 
+@pytest.mark.parametrize("across", [False, True])
+def test_a_sample_has_some_columns_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, across: bool) -> None:
+    monkeypatch.setattr(planes, "_SAMPLE", 40_000)
+    values = torch.arange(150_000.0).reshape(3, 50_000)
+    torch.save({"w": values.T.contiguous() if across else values}, tmp_path / "w.pt")
+    view, counts = opened(tmp_path / "w.pt")
+    view["w"][0, 0]
+    counts.clear()
+    found = pooled(view.tensor("w"), 3, 5, dims=(1, 0) if across else None, exact=False)
+    assert not found.exact
+    assert found.read == found.count.sum() and (found.count > 0).all()
+    assert counts.bytes <= 2 * 40_000
+    parts = values.reshape(3, 5, 10_000).double()
+    least, most, mean = (one.numpy() for one in (parts.amin(2), parts.amax(2), parts.mean(2)))
+    assert (found.low >= least).all() and (found.high <= most).all()
+    assert np.abs(found.mean - mean).max() < 500  # of 10,000 in a cell
+    assert not histogram_of(view.tensor("w"), exact=False).exact
+
+
 def test_work_ends_when_nobody_waits(tmp_path: Path) -> None:
     class NotWanted(Exception):
         pass

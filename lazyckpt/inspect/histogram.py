@@ -139,7 +139,8 @@ def histogram_of(
     wrap = _WRAP if len(shape) == 1 and shape[0] > _WRAP else None
     plane = plane_of(t, wrap=wrap)
     span = checked(plane, None)
-    source = source_of(t, plane, span, even_cells(0, plane.height, _BANDS), exact)
+    rows, columns = (even_cells(0, n, _BANDS) for n in (plane.height, plane.width))
+    source = source_of(t, plane, span, rows, exact, columns)
     fold_all(t, source, _measuring, measured.merge, check, executor, memory)
     binning = _Bins.of(measured.moments, bins, log)
     counted = _Counted(binning)

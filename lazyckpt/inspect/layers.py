@@ -63,6 +63,41 @@ def _counts(texts: Iterable[str]) -> Mapping[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
+class Relative:
+    """A quantity of all tensors, each kind in a unit of its own, so that kinds of other sizes have the same colours.
+
+    Attributes
+    ----------
+    unit
+        "median": that of the kind's magnitudes that are not zero. "largest": the kind's largest magnitude, for
+        quantities with a sign.
+    units
+        float64: the unit of each kind; NaN if all its values are zero.
+    values
+        float64 of shape (kinds, layers). "median": the binary logarithm of value / unit; a zero is -inf, or 0 if all
+        of its kind are zero. "largest": value / unit.
+    limit
+        The end of the scale of colours, on both sides of 0. Values beyond it have the colours of the ends.
+    """
+
+    unit: str
+    units: Values
+    values: Values
+    limit: float
+
+
+_LEAST = math.log2(1.5)  # end of the scale of colours, at least: half as much again as the median
+
+
+def _limit_of(powers: Values) -> float:
+    """Return the largest deviation, but so that an outlier does not flatten the rest."""
+    found = np.abs(powers[np.isfinite(powers)])
+    if not found.size:
+        return _LEAST
+    return max(_LEAST, min(float(found.max()), 3 * float(np.percentile(found, 95)), 6.0))
+
+
+@dataclass(frozen=True, slots=True)
 class Layers:
     """A quantity of all tensors, a row for each kind of parameter and a column for each layer.
 
@@ -94,15 +129,22 @@ class Layers:
         """Short names of the kinds."""
         return kind_labels(self.kinds)
 
-    def scales(self) -> Values:
-        """Return the scale of each kind: the median of its magnitudes that are not zero; NaN if there is none."""
-        found = np.full(len(self.kinds), math.nan)
-        for n, kind in enumerate(self.kinds):
-            row = np.append(np.abs(self.values[n]), abs(self.alone.get(kind, math.nan)))
-            row = row[np.isfinite(row) & (row > 0)]
-            if row.size:
-                found[n] = float(np.median(row))
-        return found
+    def relative(self) -> Relative:
+        """Return the values of each kind in a unit of its own: what colours of layers show."""
+        every = np.column_stack([self.values, [self.alone.get(kind, math.nan) for kind in self.kinds]])
+        every = np.where(np.isfinite(every) & (every != 0), np.abs(every), math.nan)
+        units = np.full(len(self.kinds), math.nan)
+        some = np.isfinite(every).any(axis=1)
+        if self.quantity in SIGNED:
+            units[some] = np.nanmax(every[some], axis=1)
+            with np.errstate(invalid="ignore", divide="ignore"):
+                return Relative("largest", units, self.values / units[:, None], 1.0)
+        units[some] = np.nanmedian(every[some], axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            powers: Values = np.log2(self.values / units[:, None])
+        powers[(self.values == 0) & np.isnan(units)[:, None]] = 0
+        powers[np.isinf(self.values)] = math.nan
+        return Relative("median", units, powers, _limit_of(powers))
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the values as plain objects: kind, layer (None for what is in no layer) and value."""

@@ -113,8 +113,8 @@ def pooled(
     window
         The rows and columns to draw, as ``((first, end), (first, end))``. By default all.
     exact
-        False reads about 32 MiB of a larger window: some of the rows of each cell. The result says whether it is
-        exact.
+        False reads about 32 MiB of a larger window: some of the rows of each cell, and some of the columns of long
+        rows. The result says whether it is exact.
     check
         Called between blocks; what it raises ends the work.
     executor, memory
@@ -138,7 +138,7 @@ def pooled(
         nothing = np.full_like(empty, np.nan)
         count = empty.astype(np.int64)
         return Pixels(plane, row_edges, col_edges, nothing, nothing, nothing, count, None, None, True, 0)
-    source = source_of(t, plane, span, row_edges, exact)
+    source = source_of(t, plane, span, row_edges, exact, col_edges)
     groups = Groups.of(source, row_edges, col_edges)
     spans = range(len(row_edges) - 1), range(len(col_edges) - 1)
     cells: _Cells | None = None

@@ -38,6 +38,8 @@ SAMPLE = 32 << 20
 """Bytes to read of a tensor if a sample is enough."""
 _BLOCK = 1 << 20  # elements that are folded at a time: of fewer rows, reducing the columns would take longer
 _MOST = 1 << 44  # bytes that are read at most
+_TOO_LONG = 2.0  # times the sample: if more would be read of some rows, only some of their columns are
+_TOGETHER = 1024  # elements beside each other that a sample of columns has
 
 
 # -- How a tensor is drawn.
@@ -268,40 +270,69 @@ class Wrapped:
         return found
 
 
-def _picked(t: LazyArray, plane: Plane, span: Window, row_edges: Array, exact: bool) -> dict[int, Array]:
-    """Return the indices to read of each dimension that is sampled: none of the last dimension, whose elements lie
-    beside each other, nor of the columns."""
+def _picked(
+    t: LazyArray, plane: Plane, span: Window, row_edges: Array, col_edges: Array | None, exact: bool
+) -> dict[int, Array]:
+    """Return the indices to read of each dimension that is sampled.
+
+    Columns are sampled last, and only if the rows that are left are still too long. The elements of the last dimension
+    lie beside each other: runs of them are read.
+    """
     shape = [plane.height, plane.width] if plane.wrap else list(number_shape(t))
     row, col = (0, 1) if plane.wrap else (plane.row_dim, plane.col_dim)
+    cells: dict[int | None, Array] = {row: row_edges}
     for d, (a, b) in ((row, span[0]), (col, span[1])):
         if d is not None:
             shape[d] = b - a
+            if d == col:
+                cells[d] = np.array([a, b]) if col_edges is None else col_edges
     for d in plane.at:
         shape[d] = 1
-    excess = 0.0 if exact else prod(shape) * t.itemsize / packing(t.spec.dtype) / SAMPLE
+    pack = packing(t.spec.dtype)
+    excess = 0.0 if exact else prod(shape) * t.itemsize / pack / SAMPLE
     found: dict[int, Array] = {}
-    for d in range(len(shape) - 1):
-        if excess <= 1 or d in plane.at or d == col or shape[d] == 1:
+    last = len(shape) - 1
+    for d in sorted(range(len(shape)), key=lambda d: (d == last, d == col)):
+        late = d in (col, last)
+        if excess <= (_TOO_LONG if late else 1) or shape[d] == 1 or (d == last and (pack > 1 or plane.wrap)):
             continue
-        ends = row_edges if d == row else np.array([0, shape[d]])
-        keep = ceil(int(np.diff(ends).max()) / excess)
-        pairs = zip(ends, np.diff(ends), strict=False)
-        indices = np.concatenate([a + (np.arange(k) * n + n // 2) // k for a, n in pairs for k in (min(keep, n),)])
+        indices = _spread(cells.get(d, np.array([0, shape[d]])), excess, _TOGETHER if d == last else 1)
         if len(indices) < shape[d]:
             found[d] = indices
             excess *= len(indices) / shape[d]
     return found
 
 
-def source_of(t: LazyArray, plane: Plane, span: Window, row_edges: Array, exact: bool = True) -> Source:
+def _spread(ends: Array, excess: float, run: int) -> Array:
+    """Return evenly spaced indices of each cell, as many as a sample has, in runs of up to ``run`` of them."""
+    keep = ceil(int(np.diff(ends).max()) / excess)
+    found = []
+    for a, n in zip(ends, np.diff(ends), strict=False):
+        k = min(keep, n)
+        together = min(k, run)
+        runs = k // together
+        starts = a + np.arange(runs) * n // runs + (n // runs - together) // 2
+        found.append((starts[:, None] + np.arange(together)).reshape(-1))
+    return np.concatenate(found)
+
+
+def source_of(
+    t: LazyArray,
+    plane: Plane,
+    span: Window,
+    row_edges: Array,
+    exact: bool = True,
+    col_edges: Array | None = None,
+) -> Source:
     """Return the blocks of a window.
 
     Parameters
     ----------
     t, plane, span
         The tensor, how it is drawn, and the window.
-    row_edges
-        The rows between which cells lie, if a sample is read: some rows of each cell.
+    row_edges, col_edges
+        The rows and columns between which cells lie, if a sample is read: some rows of each cell, and some columns if
+        the rows are long. By default all columns are one cell.
     exact
         Whether to read everything.
 
@@ -310,7 +341,7 @@ def source_of(t: LazyArray, plane: Plane, span: Window, row_edges: Array, exact:
     DataError
         More than 16 TiB would be read.
     """
-    picked = _picked(t, plane, span, row_edges, exact)
+    picked = _picked(t, plane, span, row_edges, col_edges, exact)
     kind: type[Wrapped] | type[Boxes] = Wrapped if plane.wrap else Boxes
     source = kind(t, plane, span, picked)
     if source.nbytes > _MOST:

@@ -12,11 +12,11 @@ from ..core.units import human_bytes, plural
 from ..errors import DataError, and_more
 from ..inspect.architecture import layer_and_kind
 from ..inspect.course import Course, course
-from ..inspect.layers import QUANTITIES, SHARES, SIGNED, Layers, by_layer
+from ..inspect.layers import QUANTITIES, SHARES, Layers, by_layer
 from ..inspect.stats import stats_of_all
 from ..lazy import LazyArray
 from ..markup import cell, page, safe, table, tag
-from .layer_plots import layer_curves, layer_map, limit_of, ratios
+from .layer_plots import layer_curves, layer_map
 from .run_plots import multiples
 from .style import import_matplotlib
 
@@ -146,12 +146,12 @@ def _text(value: float, mark: str) -> str:
 
 def _tints(found: Layers) -> Any:
     """Return a function from kind and layer to the class of a cell: orange above its kind's median, blue below."""
-    if found.quantity in SIGNED | SHARES:
+    if found.quantity in SHARES:
         most = np.nanmax(np.abs(found.values), initial=0.0) or 1.0
         parts = found.values / most
     else:
-        found_ratios = ratios(found.values, found.scales())
-        parts = found_ratios / limit_of(found_ratios)
+        own = found.relative()
+        parts = own.values / own.limit
 
     def css(n: int, k: int) -> str:
         x = float(np.clip(parts[n, k], -1, 1)) if math.isfinite(parts[n, k]) else 0.0

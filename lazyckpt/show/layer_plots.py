@@ -37,7 +37,6 @@ from .style import (
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_LEAST = math.log2(1.5)  # end of the scale of colours, at least: half as much again as the median
 _TEXTS = 60  # rows beside which their scale is written
 _TONES = 8  # colours of curves, which are then repeated in dashes and dots
 _LINES = 3 * _TONES  # kinds of a plot of curves
@@ -103,16 +102,11 @@ def _painted(ax: Any, found: Layers, values: Values, scale: Scale, theme: Theme)
     """Draw the cells. Return the image, and whether some values are beyond its scale of colours."""
     from matplotlib.colors import LogNorm, Normalize
 
-    if scale == "kind" and found.quantity in SIGNED:
-        most = _largest(found)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            values = values / most[:, None]
-        return heat(ax, values, signed(theme), Normalize(-1, 1), theme), False
     if scale == "kind":
-        values = ratios(values, found.scales())
-        limit = limit_of(values)
-        cut = bool((np.abs(values) > limit * 1.0001).any())
-        return heat(ax, np.clip(values, -99, 99), signed(theme), Normalize(-limit, limit), theme), cut
+        own = found.relative()
+        values = own.values if found.layers else values
+        cut = own.unit == "median" and bool((np.abs(values) > own.limit * 1.0001).any())
+        return heat(ax, np.clip(values, -99, 99), signed(theme), Normalize(-own.limit, own.limit), theme), cut
     if scale == "linear" and bool((values < 0).any()):
         far = float(np.abs(values[np.isfinite(values)]).max())
         return heat(ax, values, signed(theme), Normalize(-far, far), theme), False
@@ -136,32 +130,6 @@ def _whole_rows(ax: Any, found: Layers, image: Any, columns: int, theme: Theme) 
         value = float(np.ma.filled(image.get_array(), math.nan)[n, 0])
         colour = theme.empty if math.isnan(value) else image.cmap(image.norm(value))
         ax.add_patch(Rectangle((-0.5, n - 0.46), columns, 0.92, facecolor=colour, linewidth=0, zorder=2.5))
-
-
-def ratios(values: Values, scales: Values) -> Values:
-    """Return the binary logarithms of the values in units of their kind's scale. A zero is infinitely small, unless
-    all of its kind are zero."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        found: Values = np.log2(values / scales[:, None])
-    found[(values == 0) & np.isnan(scales)[:, None]] = 0
-    found[np.isinf(values)] = math.nan
-    return found
-
-
-def limit_of(ratios: Values) -> float:
-    """Return the end of the scale of colours: the largest deviation, but an outlier does not flatten the rest."""
-    found = np.abs(ratios[np.isfinite(ratios)])
-    if not found.size:
-        return _LEAST
-    return max(_LEAST, min(float(found.max()), 3 * float(np.percentile(found, 95)), 6.0))
-
-
-def _largest(found: Layers) -> Values:
-    """Return the largest magnitude of each kind; NaN where all are zero."""
-    every = np.column_stack([found.values, [found.alone.get(kind, math.nan) for kind in found.kinds]])
-    most: Values = np.max(np.where(np.isfinite(every), np.abs(every), 0), axis=1, initial=0)
-    most[most == 0] = math.nan
-    return most
 
 
 def _steps(limit: float) -> list[float]:
@@ -197,14 +165,13 @@ def _label(quantity: str, scale: Scale) -> str:
 
 def _scales(ax: Any, found: Layers, theme: Theme) -> None:
     """Write the scale of each kind at the right of its row."""
-    own = _largest(found) if found.quantity in SIGNED else found.scales()
-    head = "largest" if found.quantity in SIGNED else "median"
-    for n, text in enumerate(number(x) for x in own):
+    own = found.relative()
+    for n, text in enumerate(number(x) for x in own.units):
         note = ax.annotate(
             text, (1, n), (7, 0), ("axes fraction", "data"), "offset points", annotation_clip=False, va="center"
         )
         note.set(color=theme.ink, fontsize=7.5, gid="scale")
-    note = ax.annotate(head, (1, 1), (7, 3), "axes fraction", "offset points", annotation_clip=False, va="bottom")
+    note = ax.annotate(own.unit, (1, 1), (7, 3), "axes fraction", "offset points", annotation_clip=False, va="bottom")
     note.set(color=theme.soft, fontsize=7.5, gid="scale")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ...derive.updates import steps_of
 from ...errors import LazyckptError, printable
 from ...inspect.architecture import layer_and_kind
-from ...inspect.layers import QUANTITIES, Layers, arranged, by_layer
+from ...inspect.layers import QUANTITIES, SHARES, Layers, Relative, arranged, by_layer
 from ...inspect.stats import stats_of_all
 from ...inspect.updates import Measured, UpdateSize, measured
 from ...lazy import LazyArray
@@ -29,8 +29,9 @@ def layers(subject: Subject, query: Query) -> dict[str, Any]:
     -------
     dict
         ``quantities``: name -> what it is called. ``kinds``, ``labels`` (short names of the kinds) and ``layers``.
-        ``values``: name -> a list of rows, one for each kind, with a value (or "NaN") for each layer. ``alone``: name
-        -> kind that is in no layer -> its value. ``marks``: a list of kind, layer (or null) and "?" (cannot be read) or
+        ``values``: name -> a list of rows, one for each kind, with a value (or "NaN") for each layer. ``relative``:
+        name -> the fields of `Relative`, for all but shares. ``alone``: name -> kind that is in no layer -> its value.
+        ``marks``: a list of kind, layer (or null) and "?" (cannot be read) or
         "!" (NaN or infinities). ``zeros``: the tensors that have zeros: name, number of elements, number of zeros;
         those with the largest share first, at most 2,000.
     """
@@ -54,9 +55,14 @@ def _grids(found: dict[str, Layers]) -> dict[str, Any]:
         "labels": first.labels,
         "layers": first.layers,
         "values": {name: one.values.tolist() for name, one in found.items()},
+        "relative": {name: _fields(one.relative()) for name, one in found.items() if name not in SHARES},
         "alone": {name: dict(one.alone) for name, one in found.items()},
         "marks": [[kind, layer, mark] for (kind, layer), mark in marks.items()],
     }
+
+
+def _fields(own: Relative) -> dict[str, Any]:
+    return {"unit": own.unit, "units": own.units.tolist(), "values": own.values.tolist(), "limit": own.limit}
 
 
 def updates(subject: Subject, query: Query) -> dict[str, Any]:

@@ -2,27 +2,23 @@
 
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { About, Api, Problem, Side } from "./api";
-import { Explorer, linkTo, useLoaded, type Context } from "./context";
+import { Explorer, useLoaded, type Context } from "./context";
 import { isTyping, KEYS } from "./keys";
 import { PAGES } from "./pages";
-import type { Route, RouteStore } from "./route";
+import { arrival, formatRoute, sharedOf, type Route, type RouteStore } from "./route";
 import { isGiven } from "./transport";
 import { stepBeside } from "./steps";
 import { hostTheme, keepTheme, keptTheme, onHostTheme, THEMES, type Theme } from "./theme";
 import { FileTransport } from "./transport";
 import { WidgetTransport } from "./widget";
+import { PageLink } from "./parts/pagelink";
 import { ReportNote } from "./parts/reportnote";
 import { Dialog } from "./ui/dialog";
 import { holdsStep, showStep, StepSwitch } from "./parts/steps";
 import { Failure } from "./ui/failure";
-import { bytes, count, grouped, shownName, shownPlace } from "./ui/text";
+import { bytes, count, counted, grouped, shownName, shownPlace } from "./ui/text";
 
-const SHARED = ["state", "step", "with", "side", "name"]; // parameters that go along to another page
 const STEPS: Record<string, -1 | 1> = { ",": -1, ".": 1 }; // keys that go to another step of a run
-
-function sharedOf({ params }: Route): Record<string, string> {
-  return Object.fromEntries(Object.entries(params).filter(([name]) => SHARED.includes(name)));
-}
 
 export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   const [route, setRoute] = useState(routes.read());
@@ -54,29 +50,44 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
     if (shown) root.dataset["theme"] = shown;
     else delete root.dataset["theme"];
   });
-  const context = useMemo<Context | null>(
-    () =>
-      about.value
-        ? {
-            api,
-            about: about.value,
-            route,
-            theme: theme === "auto" ? around : theme,
-            go(params, page = route.page, replace = false) {
-              const merged = { ...(page === route.page ? route.params : sharedOf(route)), ...params };
-              left.current = !!frame.current?.querySelector("main")?.matches(":focus-within");
-              const given = Object.entries(merged).filter((pair): pair is [string, string] => isGiven(...pair));
-              routes.write({ page, params: Object.fromEntries(given) }, replace);
-            },
-          }
-        : null,
-    [api, about.value, route, routes, theme, around],
-  );
+  const were = useRef(new Map<string, Record<string, string>>()); // page -> its parameters when it was shown last
+  const context = useMemo<Context | null>(() => {
+    if (!about.value) return null;
+    const target = (given: Record<string, string | undefined>, page: string): Route => {
+      const bound = PAGES.find(({ id }) => id === page)?.bound ?? {};
+      const all = page === route.page ? { ...route.params, ...given } : arrival(were.current.get(page), sharedOf(route.params), given, bound);
+      const said = Object.entries(all).filter((pair): pair is [string, string] => isGiven(...pair));
+      return { page, params: Object.fromEntries(said) };
+    };
+    return {
+      api,
+      about: about.value,
+      route,
+      theme: printing ? "light" : theme === "auto" ? around : theme,
+      address: (given, page) => formatRoute(target(given, page)),
+      go(given, page = route.page, replace = false) {
+        left.current = !!frame.current?.querySelector("main")?.matches(":focus-within");
+        routes.write(target(given, page), replace);
+      },
+    };
+  }, [api, about.value, route, routes, theme, around, printing]);
   const pages = context ? PAGES.filter((page) => page.shown(context.about)) : [];
   const page = pages.find(({ id }) => id === route.page) ?? pages[0];
   useEffect(() => {
     if (context && frame.current?.closest("#explorer")) document.title = `${shownName(context.about.title)} · lazyckpt`;
   }, [context?.about.title]);
+  useLayoutEffect(() => {
+    if (page) were.current.set(page.id, route.params);
+  }, [page?.id, route]);
+  useLayoutEffect(() => {
+    // the tab of the page is in view, where there is no room for all
+    const nav = frame.current?.querySelector("nav");
+    const tab = nav?.querySelector<HTMLElement>("[aria-current]");
+    if (!nav || !tab) return;
+    const over = tab.getBoundingClientRect().right - nav.getBoundingClientRect().right;
+    const under = nav.getBoundingClientRect().left - tab.getBoundingClientRect().left;
+    nav.scrollLeft += over > 0 ? over : under > 0 ? -under : 0;
+  }, [page?.id]);
   useLayoutEffect(() => {
     // the focus stays in the explorer when what had it is gone
     const main = frame.current?.querySelector("main");
@@ -113,8 +124,8 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
     return () => target.removeEventListener("keydown", listener);
   });
   const [silent, setSilent] = useState(false);
-  useEffect(() => (api.transport instanceof WidgetTransport ? api.transport.onSilence(setSilent) : undefined), [api]);
-  const silence = silent && <Silence />;
+  useEffect(() => api.transport.onSilence?.(setSilent), [api]);
+  const silence = silent && <Silence notebook={api.transport instanceof WidgetTransport} />;
   if (about.error) {
     const { step: _, ...rest } = route.params;
     return (
@@ -152,8 +163,8 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
             <h1 title={shownName(title, 2000)}>{sides.length > 1 ? shownName(tails(sides.map(({ place }) => place)).join(" and ")) : shownPlace(title)}</h1>
             <p class="top-facts">
               {kind === "checkpoint" ? side.format : kind} · {count(side.numel)} parameters · {bytes(side.nbytes)} ·{" "}
-              {grouped(side.tensors)} {side.tensors === 1 ? "tensor" : "tensors"} in {grouped(side.files)}{" "}
-              {side.files === 1 ? "file" : "files"}
+              {counted(side.tensors, "tensor")} in{" "}
+              {counted(side.files, "file")}
             </p>
             <div class="top-tools">
               {problems.length > 0 && <ProblemButton problems={problems} sides={sides} onClick={() => setWindow("problems")} />}
@@ -182,18 +193,9 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
           </div>
           <nav aria-label="Pages">
             {pages.map(({ id, title }) => (
-              <a
-                key={id}
-                href={linkTo(id, sharedOf(route))}
-                aria-current={id === page.id ? "page" : undefined}
-                onClick={(event) => {
-                  if (event.ctrlKey || event.metaKey || event.shiftKey) return;
-                  event.preventDefault();
-                  context.go({}, id);
-                }}
-              >
+              <PageLink key={id} page={id} current={id === page.id}>
                 {title}
-              </a>
+              </PageLink>
             ))}
           </nav>
         </header>
@@ -209,12 +211,13 @@ export function App({ api, routes }: { api: Api; routes: RouteStore }) {
   );
 }
 
-/** Says that the kernel of a notebook does not answer. */
-function Silence() {
+/** Says that the kernel of a notebook, or the server, does not answer. */
+function Silence({ notebook }: { notebook: boolean }) {
   return (
     <p class="silence" role="status">
-      The kernel does not answer. It may be busy with a cell: then this goes on by itself. If it was restarted, or there is none, run
-      the cell again.
+      {notebook
+        ? "The kernel does not answer. It may be busy with a cell: then this goes on by itself. If it was restarted, or there is none, run the cell again."
+        : "The server does not answer. What is on screen stays; the page goes on by itself when the server answers again. If lazyckpt serve has ended, start it again and open the address that it prints."}
     </p>
   );
 }
@@ -260,7 +263,7 @@ function ProblemButton({ problems, sides, onClick }: { problems: Problem[]; side
   const noun = { error: "problem", warning: "problem", note: "note" }[worst];
   return (
     <button type="button" class={`problem-count ${worst}`} onClick={onClick}>
-      {grouped(all)} {all === 1 ? noun : `${noun}s`}
+      {counted(all, noun)}
     </button>
   );
 }

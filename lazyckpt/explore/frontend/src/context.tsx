@@ -3,7 +3,7 @@
 import { createContext } from "preact";
 import { useContext, useEffect, useState } from "preact/hooks";
 import type { About, Api } from "./api";
-import { formatRoute, type Route } from "./route";
+import type { Route } from "./route";
 
 export interface Context {
   api: Api;
@@ -13,6 +13,8 @@ export interface Context {
   theme?: "light" | "dark";
   /** Changes parameters of the route, and the page if one is named; undefined removes a parameter. */
   go(params: Record<string, string | undefined>, page?: string, replace?: boolean): void;
+  /** The address to which `go` goes. */
+  address(params: Record<string, string | undefined>, page: string): string;
 }
 
 export const Explorer = createContext<Context | null>(null);
@@ -23,9 +25,10 @@ export function useExplorer(): Context {
   return found;
 }
 
-/** The address of a page with parameters, for links. */
-export function linkTo(page: string, params: Record<string, string>): string {
-  return formatRoute({ page, params });
+/** A parameter of the link that has a value at first, and what changes it: for choices that a link has to show. */
+export function useParam(name: string, first: string): [string, (value: string) => void] {
+  const { route, go } = useExplorer();
+  return [route.params[name] ?? first, (value) => go({ [name]: value === first ? undefined : value }, undefined, true)];
 }
 
 export type Loaded<T> = { value?: T; error?: Error; loading: boolean };

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { formatRoute, parseRoute } from "./route";
+import { arrival, formatRoute, parseRoute } from "./route";
 import { FileTransport, requestKey } from "./transport";
 
 test("a route survives being a link", () => {
@@ -30,4 +30,13 @@ test("another name of a tied tensor has the answers of the tensor", async () => 
   const file = new FileTransport(held);
   assert.deepEqual(["embed", "head", "toString"].map((name) => file.holds("tile", { name })), [true, true, false]);
   assert.equal(new TextDecoder().decode(await file.get("tile", { name: "head" })), "a");
+});
+
+test("a page comes back as it was left, but for what is of another tensor", () => {
+  const left = { name: "a", state: "fp32", view: "0,1,0,1", how: "max", of: "update" };
+  const bound = { view: ["name"], of: ["name", "state"] };
+  assert.deepEqual(arrival(left, { name: "a", state: "fp32" }, {}, bound), left);
+  assert.deepEqual(arrival(left, { name: "a" }, {}, bound), { name: "a", view: "0,1,0,1", how: "max" });
+  assert.deepEqual(arrival(left, { name: "a", state: "fp32" }, { name: "b" }, bound), { name: "b", state: "fp32", how: "max" });
+  assert.deepEqual(arrival(undefined, { name: "a" }, { state: "x" }, bound), { name: "a", state: "x" });
 });

@@ -22,6 +22,30 @@ export function parseRoute(text: string): Route {
   };
 }
 
+type Params = Record<string, string | undefined>;
+
+/**
+ * The parameters with which one comes to a page: those that all pages share, those that are given, and those that the
+ * page had when it was left.
+ *
+ * @param left the parameters of the page when it was left, if one was there before
+ * @param shared the parameters that all pages share, as they are now
+ * @param bound parameter of the page -> the shared parameters without which it says nothing, such as a part of a tensor
+ */
+export function arrival(left: Params | undefined, shared: Params, given: Params, bound: Record<string, readonly string[]>): Params {
+  const next = { ...shared, ...given };
+  const holds = (name: string) => (bound[name] ?? []).every((other) => left?.[other] === next[other]);
+  const own = Object.entries(left ?? {}).filter(([name]) => !SHARED.includes(name) && holds(name));
+  return { ...next, ...Object.fromEntries(own), ...next }; // what pages share stands first
+}
+
+/** The parameters of a page that go along to another page. */
+export function sharedOf(params: Record<string, string>): Record<string, string> {
+  return Object.fromEntries(Object.entries(params).filter(([name]) => SHARED.includes(name)));
+}
+
+const SHARED = ["state", "step", "with", "side", "name"];
+
 export function formatRoute({ page, params }: Route): string {
   const given = Object.entries(params).filter(([name, value]) => isGiven(name, value));
   const query = given.map(([name, value]) => `${percentEncoded(name)}=${percentEncoded(value)}`).join("&");

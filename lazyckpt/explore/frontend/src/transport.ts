@@ -11,6 +11,26 @@ export interface Transport {
   readonly live: boolean;
   /** Whether a request can be answered. */
   holds(path: string, params: Params): boolean;
+  /** Calls when nobody answers any more, and when somebody does again; answers what ends the calls. */
+  onSilence?(changed: (silent: boolean) => void): () => void;
+}
+
+/** Those who want to know whether requests are answered. */
+export class Silence {
+  private readonly listeners = new Set<(silent: boolean) => void>();
+
+  listen(changed: (silent: boolean) => void): () => void {
+    this.listeners.add(changed);
+    return () => this.listeners.delete(changed);
+  }
+
+  tell(silent: boolean): void {
+    this.listeners.forEach((listener) => listener(silent));
+  }
+
+  close(): void {
+    this.listeners.clear();
+  }
 }
 
 export class ApiError extends Error {
@@ -41,13 +61,19 @@ export function failure(status: number, body: ArrayBuffer): ApiError {
     const { error } = JSON.parse(new TextDecoder().decode(body)) as { error: { kind: string; message: string } };
     return new ApiError(status, error.kind, error.message);
   } catch {
-    return new ApiError(status, "HttpError", `the server answered with status ${status}`);
+    const text = new TextDecoder().decode(body).trim();
+    const plain = text && text.length < 1000 && !text.startsWith("<");
+    return new ApiError(status, "HttpError", plain ? text : `The server answered with status ${status}.`);
   }
 }
+
+const FIRST_PAUSE = 500, LONGEST_PAUSE = 2000; // milliseconds between tries to reach a server
+const AWAY = [502, 503, 504]; // what a proxy says for a server that does not answer
 
 export class HttpTransport implements Transport {
   readonly live = true;
   readonly holds = () => true;
+  private readonly silence = new Silence();
 
   constructor(
     private readonly base: string,
@@ -55,13 +81,30 @@ export class HttpTransport implements Transport {
   ) {}
 
   async get(path: string, params: Params, signal?: AbortSignal): Promise<ArrayBuffer> {
-    const response = await fetch(`${this.base}/${requestKey(path, params)}`, {
-      headers: this.token ? { Authorization: `Bearer ${this.token}` } : {},
-      signal: signal ?? null,
-    });
-    const body = await response.arrayBuffer();
-    if (!response.ok) throw failure(response.status, body);
-    return body;
+    for (let pause = FIRST_PAUSE; ; pause = Math.min(2 * pause, LONGEST_PAUSE)) {
+      const found = await this.answer(`${this.base}/${requestKey(path, params)}`, signal);
+      this.silence.tell(!found);
+      if (found && !found.ok) throw failure(found.status, found.body);
+      if (found) return found.body;
+      await new Promise((resolve) => setTimeout(resolve, pause));
+    }
+  }
+
+  onSilence(changed: (silent: boolean) => void): () => void {
+    return this.silence.listen(changed);
+  }
+
+  /** What a server answers, or undefined if it cannot be reached. */
+  private async answer(url: string, signal: AbortSignal | undefined): Promise<{ ok: boolean; status: number; body: ArrayBuffer } | undefined> {
+    const headers: Record<string, string> = this.token ? { Authorization: `Bearer ${this.token}` } : {};
+    try {
+      const response = await fetch(url, { headers, signal: signal ?? null });
+      const body = await response.arrayBuffer();
+      return AWAY.includes(response.status) ? undefined : { ok: response.ok, status: response.status, body };
+    } catch (error) {
+      if (signal?.aborted) throw error;
+      return undefined;
+    }
   }
 }
 

@@ -1,6 +1,6 @@
 // Requests over the messages of a notebook's widget.
 
-import { ApiError, failure, requestKey, type Params, type Transport } from "./transport";
+import { ApiError, failure, requestKey, Silence, type Params, type Transport } from "./transport";
 
 /** What anywidget gives: messages to and from Python. */
 export interface WidgetModel {
@@ -30,11 +30,11 @@ export class WidgetTransport implements Transport {
   private readonly name = Math.random().toString(36).slice(2);
   private last = 0;
   private timer = 0;
-  private readonly silenceListeners = new Set<(silent: boolean) => void>();
+  private readonly silence = new Silence();
   private readonly waiting = new Map<string, { resolve(body: ArrayBuffer): void; reject(error: Error): void }>();
   private readonly check = () => this.ask(PATIENCE / 4);
   private readonly receive = (reply: Reply, buffers: DataView[]) => {
-    this.tell(false);
+    this.silence.tell(false);
     clearTimeout(this.timer);
     this.timer = 0;
     const found = reply.id === undefined ? undefined : this.waiting.get(reply.id);
@@ -58,17 +58,11 @@ export class WidgetTransport implements Transport {
     clearTimeout(this.timer);
     for (const id of this.waiting.keys()) this.send({ cancel: id });
     this.waiting.clear();
-    this.silenceListeners.clear();
+    this.silence.close();
   }
 
-  /** Calls when the kernel stops to answer, and when it answers again. */
   onSilence(changed: (silent: boolean) => void): () => void {
-    this.silenceListeners.add(changed);
-    return () => this.silenceListeners.delete(changed);
-  }
-
-  private tell(silent: boolean): void {
-    this.silenceListeners.forEach((listener) => listener(silent));
+    return this.silence.listen(changed);
   }
 
   private send(message: unknown): boolean {
@@ -76,7 +70,7 @@ export class WidgetTransport implements Transport {
       this.model.send(message);
       return true;
     } catch {
-      this.tell(true); // the kernel has closed the channel
+      this.silence.tell(true); // the kernel has closed the channel
       return false;
     }
   }
@@ -88,7 +82,7 @@ export class WidgetTransport implements Transport {
 
   private ask(patience: number): void {
     clearTimeout(this.timer);
-    this.timer = window.setTimeout(() => this.tell(true), patience);
+    this.timer = window.setTimeout(() => this.silence.tell(true), patience);
     this.send({ ping: this.name });
   }
 

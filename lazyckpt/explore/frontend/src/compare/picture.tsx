@@ -3,12 +3,13 @@
 import { useMemo } from "preact/hooks";
 import type { Numbers } from "../api";
 import { useExplorer, useLoaded } from "../context";
-import { Legend, planeOf, REPORTED, useDark } from "../pages/tensor";
+import { Legend, planeOf, REPORTED } from "../pages/tensor";
 import type { Pair } from "./load";
 import type { Facts } from "../tensor/cards";
 import { askedStep } from "../parts/steps";
 import { colourTable } from "../ui/colours";
 import { sample, scaleOf, type ScaleKind } from "../ui/colourscale";
+import { useDark } from "../ui/dark";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { HeatMap, type Values } from "../ui/heatmap";

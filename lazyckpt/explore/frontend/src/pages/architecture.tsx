@@ -1,6 +1,6 @@
 // The architecture: parameters by layer and kind, and what a change would cost in memory.
 
-import { useMemo, useState } from "preact/hooks";
+import { useMemo } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { Memory } from "../parts/memory";
 import { Ending } from "../ui/ending";
@@ -8,7 +8,7 @@ import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
-import { bytes, count, grouped, shownName } from "../ui/text";
+import { bytes, count, counted, grouped, shownName } from "../ui/text";
 import { Treemap, type Branch } from "../ui/treemap";
 import "./architecture.css";
 
@@ -48,7 +48,8 @@ export function ArchitecturePage() {
   const { api, route, go } = useExplorer();
   const { state, step, side, by = "role", unit = "bytes" } = route.params;
   const loaded = useLoaded((signal) => api.json<Architecture>("architecture", { state, step, side }, signal), [state, step, side]);
-  const [active, setActive] = useState<string>();
+  const active = route.params["part"];
+  const setActive = (part: string | undefined) => go({ part }, undefined, true);
   const lines = useLines(Object.fromEntries(SAID.map((key) => [key, route.params[key]])));
   const found = loaded.value;
   const branches = useMemo(() => (found ? branchesOf(found, by, unit) : []), [found, by, unit]);
@@ -82,8 +83,9 @@ export function ArchitecturePage() {
       </Figure>
       <section>
         <h2>By kind</h2>
-        <p class="quiet">A kind is the tensors' name with * for numbers. What a kind is for is told by its name.</p>
+        <p class="quiet">A kind is the tensors' name with * for numbers. The name says what a kind is for.</p>
         <DataTable
+          id="kinds"
           caption="kinds"
           columns={kindColumns(part)}
           rows={active ? found.kinds.filter((kind) => kind.kind === active || by !== "role") : found.kinds}
@@ -104,7 +106,7 @@ export function ArchitecturePage() {
         <section>
           <h2>By layer</h2>
           <p class="quiet">Layers with the same kinds, shapes and dtypes share a row.</p>
-          <DataTable caption="layers" columns={BLOCKS} rows={found.blocks} rowKey={(block) => `${block.stack} ${block.label}`} height={300} />
+          <DataTable id="layers" caption="layers" columns={BLOCKS} rows={found.blocks} rowKey={(block) => `${block.stack} ${block.label}`} height={300} />
           <Python code={lines["layers"]} />
         </section>
       )}
@@ -150,7 +152,7 @@ function branchesOf(found: Architecture, by: string, unit: string): Branch[] {
       key: `${block.stack}${layer}`,
       label: String(layer),
       value: of(block),
-      detail: `${block.stack}${layer}\n${grouped(block.tensors)} tensors, ${count(block.numel)} elements, ${bytes(block.nbytes)} (${part(block.nbytes)})`,
+      detail: `${block.stack}${layer}\n${counted(block.tensors, "tensor")}, ${count(block.numel)} elements, ${bytes(block.nbytes)} (${part(block.nbytes)})`,
     })),
   }));
   const alone = found.kinds.filter((kind) => !kind.layers.length);
@@ -177,7 +179,7 @@ function kindColumns(part: Part): Column<Kind>[] {
 }
 
 const BLOCKS: Column<Block>[] = [
-  { key: "layers", title: "layers", value: (block) => block.label, cell: (block) => `${shownName(block.stack)}${block.label}`, width: "minmax(200px,2fr)" },
+  { key: "layers", title: "layers", value: (block) => block.stack + block.label, cell: (block) => shownName(block.stack + block.label), width: "minmax(200px,2fr)" },
   { key: "count", title: "number", number: true, value: (block) => block.layers.length, width: "80px" },
   { key: "tensors", title: "tensors each", number: true, value: (block) => block.tensors },
   { key: "elements", title: "elements each", number: true, value: (block) => block.numel, cell: (block) => count(block.numel) },

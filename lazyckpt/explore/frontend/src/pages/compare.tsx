@@ -10,13 +10,14 @@ import { ComparedSteps } from "../parts/steps";
 import { shortNumber } from "../ui/axis";
 import { Ending } from "../ui/ending";
 import { colourTable, css } from "../ui/colours";
+import { keysOf, textOf } from "../tree/keys";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
 import { LineChart } from "../ui/line";
 import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
-import { bytes, grouped, shownName } from "../ui/text";
+import { bytes, counted, grouped, shownName } from "../ui/text";
 import "./compare.css";
 
 const ASKED = 2 * 2 ** 30; // bytes of both checkpoints that are read without being asked for
@@ -36,7 +37,8 @@ export function ComparePage() {
   const { pair, found } = loaded.value ?? {}; // those before, until the new ones are here
   const [started, setStarted] = useState<Pair>(); // the two whose elements are wanted though there are many
   const progress = useDifferences(api, pair, found, !!found && (pair === started || !api.live || found.nbytes <= ASKED));
-  const [open, setOpen] = useState<ReadonlySet<number>>(new Set());
+  const { open = "" } = route.params; // kinds that are unfolded
+  const unfolded = useMemo(() => keysOf(open), [open]);
   const picture = useRef<HTMLDivElement>(null);
   const kinds = useMemo(() => byKind(progress.rows), [progress.rows]);
   const cells = useMemo(() => byCell(progress.rows), [progress.rows]);
@@ -46,11 +48,11 @@ export function ComparePage() {
   if (!found || !pair) return <div>{steps}<p class="quiet">Comparing names …</p></div>;
   const colour = colourOf(kinds);
   const choose = (row: Difference | undefined) => {
-    if (!row || !["values", "dtype", "equal"].includes(row.status)) return;
+    if (!row || !isDrawn(row)) return;
     go({ name: row.name, view: undefined, at: undefined, dims: undefined }, undefined, true);
     setTimeout(() => picture.current?.scrollIntoView({ block: "nearest" }));
   };
-  const chosen = name !== undefined && progress.rows.some((row) => row.name === name) ? name : undefined;
+  const chosen = name !== undefined && progress.rows.some((row) => row.name === name && isDrawn(row)) ? name : undefined;
   return (
     <div class="compare">
       {steps}
@@ -90,6 +92,7 @@ export function ComparePage() {
             </div>
             {list === "all" ? (
               <DataTable
+                id="differences"
                 caption="differences"
                 columns={COLUMNS}
                 rows={progress.rows}
@@ -103,8 +106,11 @@ export function ComparePage() {
               <DifferenceTree
                 kinds={found.kinds}
                 folds={kinds}
-                open={open}
-                onOpen={(kind, now) => setOpen(new Set(now ? [...open, kind] : [...open].filter((one) => one !== kind)))}
+                open={new Set(found.kinds.flatMap((kind, n) => (unfolded.has(kind) ? n : [])))}
+                onOpen={(kind, now) => {
+                  const others = [...unfolded].filter((one) => one !== found.kinds[kind]);
+                  go({ open: textOf(now ? [...others, found.kinds[kind]!] : others) }, undefined, true);
+                }}
                 active={chosen}
                 onName={choose}
                 colour={colour}
@@ -119,6 +125,7 @@ export function ComparePage() {
         <section>
           <h2>Names, dtypes and shapes that differ</h2>
           <DataTable
+            id="changed"
             caption="changed"
             columns={CHANGED}
             rows={found.changed}
@@ -130,6 +137,11 @@ export function ComparePage() {
       )}
     </div>
   );
+}
+
+/** Whether there is a picture of a difference: both have the tensor, in one shape. */
+function isDrawn({ status }: Difference): boolean {
+  return ["values", "dtype", "equal"].includes(status);
 }
 
 const SAID: [string, string][] = [
@@ -145,7 +157,7 @@ function Summary({ found, progress, start }: { found: Compared; progress: Progre
   const equal = progress.rows.filter(({ status }) => status === "equal").length;
   const values = progress.rows.filter(({ status }) => status === "values").length;
   const parts = [
-    ...(progress.done ? [`${grouped(equal)} of ${grouped(progress.done)} tensors are equal`, ...(values ? [`${grouped(values)} have other values`] : [])] : [`${grouped(found.names)} names`]),
+    ...(progress.done ? [`${grouped(equal)} of ${grouped(progress.done)} tensors are equal`, ...(values ? [`${grouped(values)} have other values`] : [])] : [counted(found.names, "name")]),
     ...SAID.filter(([key]) => found.counts[key]).map(([key, text]) => `${grouped(found.counts[key]!)} ${text}`),
   ];
   const left = found.names - progress.done;

@@ -6,13 +6,14 @@ import { cellsOf, TWINS, useNearest, type Cell, type ExpertLayers } from "../exp
 import { Ask } from "../parts/ask";
 import { numeric, text } from "../parts/layergrid";
 import { colourTable, css } from "../ui/colours";
+import { useDark } from "../ui/dark";
+import { Details } from "../ui/details";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
 import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
-import { bytes, grouped, shownName } from "../ui/text";
-import { useDark } from "./tensor";
+import { bytes, counted, grouped, shownName } from "../ui/text";
 
 interface Experts {
   layers: string[];
@@ -137,7 +138,7 @@ function MostAlike() {
       </Figure>
       {progress.error && <Failure error={progress.error} />}
       <p class="quiet" role="status">
-        {twins ? `${grouped(twins)} experts have a cosine above ${TWINS} to another (marked =).` : done ? `${done < all ? "So far no" : "No"} expert has a cosine above ${TWINS} to another.` : ""}
+        {twins ? `${counted(twins, "expert")} ${twins === 1 ? "has" : "have"} a cosine above ${TWINS} to another (marked =).` : done ? `${done < all ? "So far no" : "No"} expert has a cosine above ${TWINS} to another.` : ""}
         {done > 0 && done < all && ` ${grouped(all - done)} layers are not compared${api.live ? "" : ": this report does not hold them"}.`}
       </p>
       {[...progress.failed].slice(0, 1).map(([layer, why]) => (
@@ -146,11 +147,10 @@ function MostAlike() {
         </p>
       ))}
       {!progress.reading && layer !== undefined && progress.found.has(layer) && <LikenessOf layer={layer} python={lines["likeness"]} />}
-      <details>
-        <summary>As a table</summary>
-        <DataTable columns={ALIKE} rows={cells} caption="most alike experts" rowKey={({ layer, expert }) => `${layer} ${expert}`} height={320} />
+      <Details id="alike" summary="As a table">
+        <DataTable id="alike" columns={ALIKE} rows={cells} caption="most alike experts" rowKey={({ layer, expert }) => `${layer} ${expert}`} height={320} />
         <Python code={lines["nearest"]} />
-      </details>
+      </Details>
     </>
   );
 }
@@ -164,7 +164,7 @@ const ALIKE: Column<Cell>[] = [
   { key: "expert", title: "expert", number: true, value: ({ expert }) => expert, width: "80px" },
   { key: "nearest", title: "most alike", number: true, value: ({ nearest }) => nearest, width: "110px" },
   { key: "cosine", title: "cosine", number: true, value: ({ cosine }) => (Number.isNaN(cosine) ? null : cosine), cell: ({ cosine }) => text(cosine), width: "130px" },
-  { key: "mark", title: "", value: ({ mark }) => mark, width: "60px" },
+  { key: "mark", title: "mark", value: ({ mark }) => mark, width: "60px" },
 ];
 
 function Norms() {
@@ -197,13 +197,12 @@ function Norms() {
           onCell={(row) => go({ layer: value.layers[row]! }, undefined, true)}
         />
       </Figure>
-      <p class="quiet">{value.dead.length ? `${grouped(value.dead.length)} experts are dead: all their elements are zero (marked 0).` : "No expert is all zero."}</p>
+      <p class="quiet">{value.dead.length ? `${counted(value.dead.length, "expert")} ${value.dead.length === 1 ? "is" : "are"} dead: all elements are zero (marked 0).` : "No expert is all zero."}</p>
       {layer !== undefined && <LikenessOf layer={layer} python={lines["likeness"]} />}
-      <details>
-        <summary>As a table</summary>
-        <DataTable columns={COLUMNS} rows={rows} caption="experts" rowKey={({ layer, expert }) => `${layer} ${expert}`} height={320} />
+      <Details id="norms" summary="As a table">
+        <DataTable id="norms" columns={COLUMNS} rows={rows} caption="experts" rowKey={({ layer, expert }) => `${layer} ${expert}`} height={320} />
         <Python code={lines["norms"]} />
-      </details>
+      </Details>
     </>
   );
 }
@@ -244,7 +243,7 @@ const COLUMNS: Column<Row>[] = [
   layerColumn<Row>(),
   { key: "expert", title: "expert", number: true, value: ({ expert }) => expert, width: "80px" },
   { key: "norm", title: "L2 norm", number: true, value: ({ norm }) => norm, cell: ({ norm }) => text(norm), width: "130px" },
-  { key: "mark", title: "", value: ({ mark }) => mark, width: "60px" },
+  { key: "mark", title: "mark", value: ({ mark }) => mark, width: "60px" },
 ];
 
 function rowsOf(found: Experts): Row[] {

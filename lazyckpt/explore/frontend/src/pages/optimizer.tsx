@@ -7,7 +7,8 @@ import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
 import { DataTable, type Column } from "../ui/table";
 import { Python, useLines } from "../ui/python";
-import { grouped } from "../ui/text";
+import { capital, counted, grouped } from "../ui/text";
+import "./optimizer.css";
 
 interface StateLayers extends Layers {
   zeros: [string, number, number][];
@@ -30,7 +31,8 @@ export function OptimizerPage() {
   const moments = names.filter((name) => name !== side.state && name !== "fp32" && name !== "weights");
   const { state: asked, step } = route.params;
   const state = asked !== undefined && names.includes(asked) ? asked : (moments[0] ?? side.state);
-  const quantity = route.params["of"] ?? "rms";
+  const { of = "rms" } = route.params;
+  const quantity = Object.hasOwn(QUANTITIES, of) ? of : "rms";
   const chosen = side.states.find(({ name }) => name === state);
   const whole = side.states.reduce((sum, { nbytes }) => sum + nbytes, 0);
   if (names.length < 2) {
@@ -96,19 +98,20 @@ function State({ state, quantity }: { state: string; quantity: string }) {
   const { value, error } = useLoaded((signal) => api.json<StateLayers>("layers", { state: own, step, side }, signal), [own, step, side]);
   const lines = useLines({ state, step, side, of: quantity === "rms" ? undefined : quantity });
   if (error) return <Failure error={error} />;
-  if (!value) return <p class="quiet">Reading {state} …</p>;
+  if (!value) return <p class="quiet optimizer-wait">Reading {state} …</p>;
   const dead = value.zeros.filter(([, count, zeros]) => zeros === count);
   return (
     <>
-      <LayerGrid found={value} quantity={quantity} title={`${value.quantities[quantity]} of ${state}`} python={lines["layers"]} table={lines["table"]} />
+      <LayerGrid id="state" note="by kind of parameter and layer" found={value} quantity={quantity} title={capital(`${value.quantities[quantity]} of ${state}`)} python={lines["layers"]} table={lines["table"]} />
       <h2>Zeros in {state}</h2>
       <p class="quiet">
         {dead.length
-          ? `${grouped(dead.length)} tensors are all zero: parameters whose gradient was always zero have such moments.`
+          ? `${counted(dead.length, "tensor")} ${dead.length === 1 ? "is" : "are"} all zero: parameters whose gradient was always zero have such moments.`
           : "No tensor is all zero."}{" "}
         {value.zeros_in_all > value.zeros.length && `The ${grouped(value.zeros.length)} with the largest shares of ${grouped(value.zeros_in_all)}.`}
       </p>
       {value.zeros.length > 0 && <DataTable
+        id="zeros"
         columns={ZEROS}
         rows={value.zeros}
         caption={`zeros in ${state}`}
@@ -138,14 +141,14 @@ function LastStep({ state }: { state: string }) {
   return (
     <>
       {value.rows.length > 0 && (
-        <LayerGrid found={value} quantity="ratio" title="The last step, in units of the weights" python={lines["updates"]} />
+        <LayerGrid id="steps" found={value} quantity="ratio" title="The last step, in units of the weights" python={lines["updates"]} />
       )}
       {value.problems.map((problem) => (
         <p key={problem} class="quiet">
           {problem}
         </p>
       ))}
-      {value.rows.length > 0 && <DataTable columns={STEPS} rows={value.rows} caption="last step" rowKey={([name]) => name} height={320} />}
+      {value.rows.length > 0 && <DataTable id="steps" columns={STEPS} rows={value.rows} caption="last step" rowKey={([name]) => name} height={320} />}
       {value.rows.length > 0 && <Python code={lines["steps"]} />}
     </>
   );
@@ -158,5 +161,5 @@ const STEPS: Column<Row>[] = [
   { key: "ratio", title: "update / weight", number: true, value: (row) => numeric(row[3] as number), cell: (row) => text(numeric(row[3] as number)), width: "130px" },
   { key: "rms", title: "rms of the update", number: true, value: (row) => numeric(row[4] as number), cell: (row) => text(numeric(row[4] as number)), width: "140px" },
   { key: "bound", title: "at the bound", number: true, value: ([, , , , , bound]) => bound, cell: ([, , , , , bound]) => (bound === null ? "" : `${(100 * bound).toFixed(1)} %`), hint: "share of elements that Adam or Lion moves by the whole learning rate", width: "110px" },
-  { key: "error", title: "", value: (row) => row[6], width: "minmax(80px,1fr)" },
+  { key: "error", title: "error", value: (row) => row[6], width: "minmax(80px,1fr)" },
 ];

@@ -11,7 +11,7 @@ import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
 import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
-import { bytes, grouped, shownName } from "../ui/text";
+import { bytes, counted, grouped, shownName } from "../ui/text";
 import "./ranks.css";
 
 type Axis = "tp" | "pp" | "dp" | "ep";
@@ -71,7 +71,7 @@ export function RanksPage() {
       <Figure
         title={grid.isMesh ? "Ranks" : "Files"}
         name="ranks"
-        note={`${grid.isMesh ? meshText(found.mesh) : `${grouped(found.files_in_all)} ${found.files_in_all === 1 ? "file" : "files"}; the checkpoint names no ranks`}; colours are ${of === "bytes" ? "bytes of elements" : `numbers of ${of}`}`}
+        note={`${grid.isMesh ? meshText(found.mesh) : `${counted(found.files_in_all, "file")}; the checkpoint names no ranks`}; colours are ${of === "bytes" ? "bytes of elements" : `numbers of ${of}`}`}
         tools={
           <>
             <span role="group" aria-label="of" class="choices">
@@ -125,6 +125,7 @@ export function RanksPage() {
       <section>
         <h2>{rank?.rank ? `Files of rank ${rankText(rank.rank, found.mesh)}` : "Files"}</h2>
         <DataTable
+          id="files"
           caption="files"
           columns={FILES}
           rows={rank?.rank ? rank.files.map((n) => found.files[n]!) : found.files}
@@ -178,6 +179,7 @@ function Damage({ found, files }: { found: Ranks; files: File[] }) {
             {grouped(found.lost_in_all)} {found.lost_in_all === 1 ? "tensor has" : "tensors have"} elements that are in no file that can be read. The others can be read whole.
           </p>
           <DataTable
+            id="lost"
             caption="lost"
             columns={LOST}
             rows={found.lost}
@@ -207,6 +209,7 @@ function Holding({ file, state }: { file: File; state: string | undefined }) {
         Tensors in <span class="mono">{shownName(file.path)}</span>
       </h2>
       <DataTable
+        id="pieces"
         caption="pieces"
         columns={PIECES}
         rows={pieces}
@@ -295,7 +298,7 @@ function detailOf(rank: Rank | undefined, files: File[]): string {
   const where = rank.rank ? AXES.map((axis) => `${axis} ${rank.rank![axis]}`).join("  ") : "";
   const lost = rank.missing ? `\n${bytes(rank.missing)} in files that cannot be read` : "";
   const problems = rank.files.flatMap((n) => files[n]!.problems.map(({ code }) => code));
-  return `${where ? `${where}\n` : ""}${bytes(rank.nbytes)} in ${grouped(rank.tensors)} tensors${lost}${problems.length ? `\n${[...new Set(problems)].join(", ")}` : ""}\n${names.join("\n")}${more}`;
+  return `${where ? `${where}\n` : ""}${bytes(rank.nbytes)} in ${counted(rank.tensors, "tensor")}${lost}${problems.length ? `\n${[...new Set(problems)].join(", ")}` : ""}\n${names.join("\n")}${more}`;
 }
 
 function markOf(rank: Rank | undefined, files: File[]): string {

@@ -4,6 +4,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { shortNumber } from "../ui/axis";
 import { colourTable, css } from "../ui/colours";
+import { useDark } from "../ui/dark";
 import { CompareWith, showStep } from "../parts/steps";
 import { Failure } from "../ui/failure";
 import { Figure, SaveButtons } from "../ui/figure";
@@ -11,8 +12,7 @@ import { Legend } from "../ui/grid";
 import { LineChart, type Series } from "../ui/line";
 import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
-import { bytes, grouped, newId, shownName } from "../ui/text";
-import { useDark } from "./tensor";
+import { bytes, capital, grouped, newId, shownName } from "../ui/text";
 import "./compare.css";
 import "./run.css";
 
@@ -126,10 +126,6 @@ export function RunPage() {
   );
 }
 
-function capital(text: string): string {
-  return text.charAt(0).toUpperCase() + text.slice(1);
-}
-
 /** Says which colour is which layer. */
 function Layers({ kinds }: { kinds: Kind[] }) {
   const shade = useShade();
@@ -229,7 +225,7 @@ function Panel(props: PartProps) {
           </button>
         </p>
       ) : (
-        <p class="run-wait quiet">reading {bytes(size)} …</p>
+        <p class="run-wait quiet">{seen ? `reading ${bytes(size)} …` : ""}</p>
       )}
     </div>
   );
@@ -322,7 +318,7 @@ function One(props: PartProps & { lines: Record<string, string> }) {
         <section>
           <h2>At step {grouped(step)}</h2>
           {at < 0 && <p class="quiet">There is no value at this step: it has nothing before it to be compared with, or no such tensors.</p>}
-          <DataTable caption={`${label} at step ${step}`} columns={columns} rows={rows} rowKey={(row) => row.name} height={340} />
+          <DataTable id="layers" caption={`${label} at step ${step}`} columns={columns} rows={rows} rowKey={(row) => row.name} height={340} />
           <Python code={lines["table"]} />
         </section>
       )}

@@ -1,20 +1,21 @@
 // One tensor: its picture from the whole down to one element, and what its values are.
 
 import type { ComponentChildren } from "preact";
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { Numbers } from "../api";
 import { useExplorer, useLoaded } from "../context";
 import { Cards, type Facts } from "../tensor/cards";
 import { besideKey, besideOf, besideText, choicesOf, exchanged, toggled, type Choice, type Shown } from "../tensor/states";
 import { colourTable, css } from "../ui/colours";
+import { useDark } from "../ui/dark";
 import { sample, scaleOf, type Scale, type ScaleKind } from "../ui/colourscale";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { HeatMap, Link, cellValue, type How, type Mark, type Outline, type Values } from "../ui/heatmap";
-import { CopyButton, Python, useLines } from "../ui/python";
+import { CopyButton, useLines } from "../ui/python";
 import { around, partOf, partText, rootTile, whole, type Size, type Tile } from "../ui/pyramid";
 import { shortNumber } from "../ui/axis";
-import { bytes, grouped, shownName } from "../ui/text";
+import { bytes, counted, grouped, shownName, shownTensor } from "../ui/text";
 import "./tensor.css";
 
 /** The parameters of the page that its lines of Python depend on, besides those of the tensor. */
@@ -52,7 +53,7 @@ export function TensorPage() {
   }, [name, state, step, side, of]);
   if (name === undefined) return <p class="quiet">Choose a tensor on the page “Tensors”.</p>;
   if (loaded.error) return <Failure error={loaded.error} />;
-  if (!loaded.value || loaded.value.facts.name !== name) return <p class="quiet">Opening {shownName(name)} …</p>;
+  if (!loaded.value || loaded.value.facts.name !== name) return <p class="quiet">Opening {shownTensor(name)} …</p>;
   const { common, facts } = loaded.value; // those before, until the new ones are here
   return <Tensor key={`${name}/${facts.state}/${common.step}/${common.side}/${facts.of}`} {...{ common, facts }} />;
 }
@@ -120,10 +121,10 @@ function Tensor({ facts, common }: { facts: Facts; common: Common }) {
     <article aria-label={`tensor ${shownName(name)}`}>
       <div class="tensor-head">
         <h2 class="mono">
-          {shownName(name)} <CopyButton text={name} label="copy the name" />
+          {shownTensor(name)} <CopyButton text={name} label="copy the name" />
         </h2>
         <span class="quiet">
-          {facts.short} [{facts.shape.map(grouped).join(", ")}] · {grouped(facts.numel)} elements · {bytes(facts.nbytes)}
+          {facts.short} [{facts.shape.map(grouped).join(", ")}] · {counted(facts.numel, "element")} · {bytes(facts.nbytes)}
         </span>
         {choices.length > 1 && (
           <span role="group" aria-label="state">
@@ -142,7 +143,7 @@ function Tensor({ facts, common }: { facts: Facts; common: Common }) {
           </span>
         )}
         {api.live && choices.length > 1 && facts.numbers !== null && !empty && (
-          <span role="group" aria-label="side by side">
+          <span role="group" aria-label="side by side" class="tensor-aside">
             <span class="quiet">side by side with</span>
             {choices.map((one) => besideKey(one) !== besideKey(facts) && (
               <button
@@ -164,7 +165,7 @@ function Tensor({ facts, common }: { facts: Facts; common: Common }) {
         <p class={problem.severity}>{problem.text}</p>
       ))}
       {facts.numbers === null ? (
-        <p class="quiet">The elements are packed bits, no numbers: there is no picture of them.</p>
+        <p class="quiet">The elements are packed bits and not numbers, so there is no picture of them.</p>
       ) : empty ? (
         <p class="quiet">The tensor has no elements.</p>
       ) : (
@@ -296,11 +297,12 @@ function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
     <>
       {root.value.single ? "each element" : `${how} of each cell${api.live ? "" : ", of three digits"}`}
       {root.value.exact ? "" : ", of a sample of the elements"}
-      {plane.ndim > 2 && pooled.length > 0 && `, over dimension ${pooled.join(", ")}`}
+      {plane.ndim > 2 && pooled.length > 0 && `, over ${pooled.length > 1 ? "dimensions" : "dimension"} ${pooled.join(", ")}`}
+      {facts.dtype.includes("complex") && ", absolute values"}
     </>
   );
   return (
-    <Figure title={among ? shownName(among.label) : facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={among ? `${facts.name}.${among.label}` : `${facts.name}.values`} python={lines["heatmap"]}>
+    <Figure title={among ? shownName(among.label) : facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={among ? `${facts.name}.${among.label}` : `${facts.name}.values`} python={[lines["heatmap"], norms.value ? lines["norms"] : undefined]}>
       {!among && <div class="tensor-tools">
         <Choices facts={facts} plane={plane} />
         {layout.value && layout.value.labels.length > 1 && plane.ndim === 2 && (
@@ -346,8 +348,7 @@ function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
             rowNorms={norms.value?.["rows"]}
             colNorms={norms.value?.["cols"]}
           />
-          <Legend scale={scale} table={table} what={root.value.single ? "value" : how} />
-          {norms.value && <Python code={lines["norms"]} />}
+          {values.length > 0 && <Legend scale={scale} table={table} what={root.value.single ? "value" : how} />}
         </>
       )}
     </Figure>
@@ -360,6 +361,11 @@ function Choices({ facts, plane }: { facts: Facts; plane: Plane }) {
   const { params } = route;
   const { size } = plane;
   const { how, kind, range, exact } = drawnAs(params, api.live);
+  const heads = (facts.heads?.slices ?? []).map(([, a, b]) => {
+    const all = whole(size);
+    return partText(facts.heads!.dim === 0 ? { ...all, r0: a, r1: b } : { ...all, c0: a, c1: b });
+  });
+  const head = heads.indexOf(params["view"] ?? "");
   const option = (key: string, label: string, choices: [string, string][], now: string) => (
     <label>
       {label}
@@ -384,16 +390,11 @@ function Choices({ facts, plane }: { facts: Facts; plane: Plane }) {
         <label>
           attention
           <select
-            value=""
-            onChange={(event) => {
-              const one = facts.heads!.slices[Number(event.currentTarget.value)];
-              if (!one) return go({ view: undefined });
-              const [, a, b] = one;
-              const all = whole(size);
-              go({ view: partText(facts.heads!.dim === 0 ? { ...all, r0: a, r1: b } : { ...all, c0: a, c1: b }) });
-            }}
+            value={params["view"] === undefined ? "" : head >= 0 ? String(head) : "-"}
+            onChange={(event) => go({ view: heads[Number(event.currentTarget.value || NaN)] })}
           >
             <option value="">all heads</option>
+            {params["view"] !== undefined && head < 0 && <option value="-">the part on screen</option>}
             {facts.heads.slices.map(([text, a, b], n) => (
               <option key={n} value={String(n)}>
                 {text}: {a}–{b - 1}
@@ -454,39 +455,29 @@ function Dimensions({ plane }: { plane: Plane }) {
 
 export function Legend({ scale, table, what }: { scale: Scale; table: Uint8Array; what: string }) {
   const canvas = useRef<HTMLCanvasElement>(null);
-  useEffect(() => {
+  useLayoutEffect(() => {
+    // before a print, too
     const context = canvas.current!.getContext("2d")!;
     for (let x = 0; x < 256; x += 1) {
       context.fillStyle = css(table, x / 255);
       context.fillRect(x, 0, 1, 1);
     }
   }, [table]);
+  const marks = [0, 0.25, 0.5, 0.75, 1].map((at) => ({ at, text: shortNumber(Number(scale.value(at).toPrecision(3))) }));
+  const shown = marks[0]!.text === marks[4]!.text ? [marks[2]!] : marks; // all values are the same
   return (
     <div class="tensor-legend">
       <span class="quiet">{what === "absmax" ? "largest |x|" : what}</span>
       <div>
         <canvas ref={canvas} width={256} height={1} role="img" aria-label={`colours from ${shortNumber(scale.value(0))} to ${shortNumber(scale.value(1))}`} />
         <div class="tensor-legend-ticks">
-          {[0, 0.25, 0.5, 0.75, 1].map((at) => (
+          {shown.map(({ at, text }) => (
             <span key={at} style={{ left: `${at * 100}%` }}>
-              {shortNumber(Number(scale.value(at).toPrecision(3)))}
+              {text}
             </span>
           ))}
         </div>
       </div>
     </div>
   );
-}
-
-/** Whether the explorer is dark, by its own theme or the system's. */
-export function useDark(): boolean {
-  const { theme } = useExplorer();
-  const media = useMemo(() => matchMedia("(prefers-color-scheme: dark)"), []);
-  const [dark, setDark] = useState(media.matches);
-  useEffect(() => {
-    const changed = () => setDark(media.matches);
-    media.addEventListener("change", changed);
-    return () => media.removeEventListener("change", changed);
-  }, []);
-  return theme ? theme === "dark" : dark;
 }

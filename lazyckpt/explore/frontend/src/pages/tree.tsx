@@ -4,17 +4,19 @@ import type { CSSProperties } from "preact";
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useExplorer, useLoaded } from "../context";
 import { Card } from "../tree/card";
+import { keysOf, textOf } from "../tree/keys";
 import { computeNorms, IDLE, keptNorms, loadMarks, loadState, LOST, PROBLEM, TIED, type Marks, type Norms, type State } from "../tree/load";
 import { upTo } from "../tree/names";
 import { Tree } from "../tree/nodes";
 import { openAtFirst, openTo, visibleRows, type Row, type Weight } from "../tree/rows";
 import { NormSums, Sums } from "../tree/sums";
 import { CopyButton } from "../ui/python";
+import { Details } from "../ui/details";
 import { Failure } from "../ui/failure";
 import { Sparkline } from "../ui/line";
 import { saveCsv } from "../ui/save";
 import { shortNumber } from "../ui/axis";
-import { bytes, grouped, newId, shownName } from "../ui/text";
+import { bytes, counted, grouped, newId, shownName, shownTensor } from "../ui/text";
 import { VirtualList } from "../ui/virtual";
 import "./tree.css";
 
@@ -78,7 +80,9 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
     const next = new Set(open);
     if (to) next.add(row.key);
     else next.delete(row.key);
-    go({ open: textOf(next) || "-" }, undefined, true);
+    // what is chosen stays in view: closing a group above it chooses the group
+    const hides = !to && above(rows, active, row);
+    go({ open: textOf(next) || "-", ...(hides ? { at: row.key, name: undefined } : {}) }, undefined, true);
   };
   const unfold = (row: Row) => {
     const key = `${row.key.replace(/\.$/, "")}`;
@@ -142,6 +146,7 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
     const share = parentBytes(row) ? size / parentBytes(row) : 0;
     const norm = normSums ? normSums.norm(row) : NaN;
     const times = row.copies.length;
+    const label = labelOf(row, own < 0 ? undefined : state.names.name(own));
     return (
       <div
         key={`${row.key}${row.leaf ? "" : "/"}`}
@@ -167,7 +172,7 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
               toggle(row);
             }}
           />
-          <span class="tree-label mono" title={labelOf(row)}>{labelOf(row)}</span>
+          <span class="tree-label mono" title={label}>{label}</span>
           {row.numbers && (
             <span class="tree-fold">
               {grouped(row.copies.length / (row.parent >= 0 ? rows[row.parent]!.copies.length : 1))} alike
@@ -186,9 +191,9 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
           )}
           {row.leaf && times === 1 && <CopyButton text={state.names.name(own)} label="copy the name" />}
         </span>
-        <span class="tree-shape mono">{row.leaf ? `[${state.kindOf(own).shape.join(", ")}]` : `${grouped(sums.tensors(row))} tensors`}</span>
+        <span class="tree-shape mono">{row.leaf ? `[${state.kindOf(own).shape.join(", ")}]` : counted(sums.tensors(row), "tensor")}</span>
         <span class="tree-dtype">{row.leaf ? state.kindOf(own).dtype : dtypesOf(state, sums, row)}</span>
-        <span class="tree-size" title={`${(share * 100).toPrecision(3)} % of what is above; ${grouped(sums.numel(row))} elements`}>
+        <span class="tree-size" title={`${(share * 100).toPrecision(3)} % of the group; ${counted(sums.numel(row), "element")}`}>
           <span class="tree-track">
             <span class="tree-bar" style={{ width: `${Math.min(1, share) * 100}%` }} />
           </span>
@@ -216,7 +221,7 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
       <div class="tree-tools">
         <SearchField q={q} />
         <span class="quiet" aria-live="polite">
-          {found ? `${grouped(found.length)} of ${grouped(state.names.count)} names` : `${grouped(state.names.count)} names`}
+          {found ? `${grouped(found.length)} of ${counted(state.names.count, "name")}` : counted(state.names.count, "name")}
         </span>
         <label class="quiet">
           sort{" "}
@@ -235,7 +240,7 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
             Reset
           </button>
         )}
-        <button type="button" class="small" onClick={() => go({ open: "-" }, undefined, true)}>
+        <button type="button" class="small" onClick={() => go({ open: "-", ...(chosen && chosen.depth > 0 ? { at: undefined, name: undefined } : {}) }, undefined, true)}>
           Close all
         </button>
         <button type="button" class="small" title="save the names, shapes and sizes" onClick={() => saveNames(state, found, norms)}>
@@ -243,10 +248,11 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
         </button>
       </div>
       {state.unreadable.length > 0 && (
-        <details class="tree-unreadable">
-          <summary class="error">
-            {grouped(state.unreadable.length)} {state.unreadable.length === 1 ? "name" : "names"} without a shape: a file is missing
-          </summary>
+        <Details
+          id="unreadable"
+          class="tree-unreadable"
+          summary={<span class="error">{counted(state.unreadable.length, "name")} without a shape: a file is missing</span>}
+        >
           <ul>
             {state.unreadable.map(([one, why]) => (
               <li key={one}>
@@ -254,7 +260,7 @@ function TreeOf({ state, params }: { state: State; params: Record<"state" | "ste
               </li>
             ))}
           </ul>
-        </details>
+        </Details>
       )}
       <div class={`tree-body${chosen ? " with-card" : ""}`}>
         <div class="tree-list" style={{ "--tree-shape": `${room}px`, "--tree-norm": curves ? "168px" : "84px" }}>
@@ -294,7 +300,7 @@ function SearchField({ q }: { q: string }) {
     <input
       type="search"
       class="field tree-search"
-      placeholder="Search names: words, or a glob as *.q_proj.weight"
+      placeholder="Search names: words, or a pattern such as *.q_proj.weight"
       aria-label="Search names"
       spellcheck={false}
       autocomplete="off"
@@ -448,8 +454,15 @@ function kinOf(state: State): Map<string, number[]> | null {
   return [...found.values()].some((held) => held.length > 1) ? found : null;
 }
 
-function labelOf(row: Row): string {
-  return row.label === "" ? "''" : shownName(row.label);
+/** What a row is called. A name with line feeds has stand-ins in the tree: the end of the true one is shown. */
+function labelOf(row: Row, name: string | undefined): string {
+  return shownTensor(name === undefined ? row.label : name.slice(Math.max(0, name.length - row.label.length)));
+}
+
+/** Whether a row is above the row at an index. */
+function above(rows: readonly Row[], index: number, row: Row): boolean {
+  for (let n = rows[index]?.parent ?? -1; n >= 0; n = rows[n]!.parent) if (rows[n] === row) return true;
+  return false;
 }
 
 function stands(tree: Tree, row: Row, number: number): boolean {
@@ -469,16 +482,6 @@ function weightOf(sort: string, sums: Sums, state: State, tree: Tree, norms: Nor
   if (sort !== "dtype") return null;
   const dtypes = [...new Set(state.kinds.map(({ dtype }) => dtype))].sort();
   return (node, leaf) => -dtypes.indexOf(state.kindOf(tree.at(leaf ? node.leaf : node.low)).dtype);
-}
-
-/** Keys of rows as the text of a parameter, and back. */
-export function textOf(keys: Iterable<string>): string {
-  return [...new Set(keys)].map((key) => key.replace(/[\\,]/g, "\\$&")).join(",");
-}
-
-export function keysOf(text: string): Set<string> {
-  if (text === "-" || text === "") return new Set();
-  return new Set((text.match(/(?:\\.|[^,\\])+/gs) ?? []).map((key) => key.replace(/\\(.)/gs, "$1")));
 }
 
 function saveNames(state: State, found: Uint32Array | null, norms: Norms | null): void {

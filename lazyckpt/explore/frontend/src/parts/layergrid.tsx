@@ -1,8 +1,11 @@
 // Quantities by kind of parameter and layer, as a grid whose rows have a scale each or one for all.
 
-import { useMemo, useState } from "preact/hooks";
+import { useMemo } from "preact/hooks";
+import { useParam } from "../context";
+import { Details } from "../ui/details";
 import { Ending } from "../ui/ending";
 import { colourTable, css } from "../ui/colours";
+import { useDark } from "../ui/dark";
 import { Figure } from "../ui/figure";
 import { Grid } from "../ui/grid";
 import { Python } from "../ui/python";
@@ -18,8 +21,16 @@ export interface Layers {
   labels: string[];
   layers: number[];
   values: Record<string, Number[][]>;
+  /** Quantity, unless it is a share -> the values in a unit of each kind: see `Relative` of inspect/layers.py. */
+  relative: Record<string, Relative>;
   alone: Record<string, Record<string, Number>>;
   marks: [string, number | null, string][];
+}
+
+interface Relative {
+  unit: "median" | "largest";
+  values: Number[][];
+  limit: number;
 }
 
 interface Row {
@@ -30,19 +41,24 @@ interface Row {
 }
 
 const VIRIDIS = colourTable("viridis");
+const SIGNED = colourTable("signed"), DARK = colourTable("signedDark");
 
-/** A grid of a quantity, and the same as a table. */
-export function LayerGrid({ found, quantity, title, python, table, note }: { found: Layers; quantity: string; title: string; python: string | undefined; table?: string | undefined; note?: string }) {
-  const [own, setOwn] = useState(true);
+/** A grid of a quantity, and the same as a table. `id` stands for it in links. */
+export function LayerGrid({ id, found, quantity, title, python, table, note }: { id: string; found: Layers; quantity: string; title: string; python: string | undefined; table?: string | undefined; note?: string }) {
+  const [scale, setScale] = useParam(`scale.${id}`, "kind");
+  const relative = scale === "kind" ? found.relative[quantity] : undefined;
+  const own = relative && inUnits(relative);
+  const dark = useDark();
   const rows = useMemo(() => rowsOf(found, quantity), [found, quantity]);
   const columns = useMemo(() => [...(Object.keys(found.alone[quantity]!).length ? ["none"] : []), ...found.layers.map(String)], [found, quantity]);
   const shift = columns[0] === "none" ? 1 : 0;
   const values = useMemo(() => gridOf(rows, found, columns.length, shift), [rows, found]);
-  const scaled = useMemo(() => (own ? byRow(values, columns.length) : values), [values, own]);
+  const scaled = useMemo(() => (relative ? ownGrid(relative, columns.length, shift) : values), [values, relative]);
   const marks = useMemo(() => new Map(found.marks.map(([kind, layer, mark]) => [`${kind} ${layer}`, mark])), [found]);
   const layerAt = (column: number) => (shift && column === 0 ? null : found.layers[column - shift]!);
   const what = found.quantities[quantity]!;
-  const share = SHARES.has(quantity);
+  const share = !(quantity in found.relative);
+  const signed = Array.from(values).some((value) => value < 0);
   return (
     <>
       <Figure
@@ -53,44 +69,49 @@ export function LayerGrid({ found, quantity, title, python, table, note }: { fou
         tools={
           !share && (
             <label>
-              <input type="checkbox" checked={own} onChange={() => setOwn(!own)} /> a scale for each row
+              <input type="checkbox" checked={!!own} onChange={() => setScale(own ? "one" : "kind")} /> a scale for each row
             </label>
           )
         }
       >
         <Grid
+          key={dark ? "dark" : "light"}
           rows={found.labels.map((label) => shownName(label, 40))}
           columns={columns.map((one) => (one === "none" ? "–" : one))}
-          values={share ? values : scaled}
+          values={scaled}
           label={title}
           columnTitle="layer"
-          log={!share && !own}
-          {...(share ? { range: [0, 1] as [number, number] } : {})}
-          colour={(at) => css(VIRIDIS, at)}
-          legend={share ? what : own ? "share of the row's largest" : what}
+          log={own ? own.log : !share && !signed}
+          {...(own ? { range: own.range } : share ? { range: [0, 1] as [number, number] } : {})}
+          colour={(at) => css(own ? (dark ? DARK : SIGNED) : VIRIDIS, at)}
+          legend={own ? own.legend : what}
           detail={(row, column) => {
             const layer = layerAt(column);
-            return `${shownName(found.kinds[row]!)}\n${layer === null ? "in no layer" : `layer ${layer}`}\n${what} ${text(values[row * columns.length + column]!)}`;
+            return `${shownName(found.kinds[row]!)}\n${layer === null ? "in no layer" : `layer ${layer}`}\n${what} ${text(values[row * columns.length + column]!)}${own ? own.detail(scaled[row * columns.length + column]!) : ""}`;
           }}
           mark={(row, column) => marks.get(`${found.kinds[row]} ${layerAt(column)}`) ?? ""}
         />
       </Figure>
-      <details>
-        <summary>As a table</summary>
-        <DataTable columns={COLUMNS} rows={rows} caption={title} rowKey={({ kind, layer }) => `${kind} ${layer}`} height={320} />
+      <Details id={id} summary="As a table">
+        <DataTable id={id} columns={COLUMNS} rows={rows} caption={title} rowKey={({ kind, layer }) => `${kind} ${layer}`} height={320} />
         <Python code={table} />
-      </details>
+      </Details>
     </>
   );
 }
 
-const SHARES = new Set(["zeros", "nan", "inf"]);
-
+/** How values in a unit of each kind are drawn. */
+function inUnits({ unit, limit }: Relative): { log: boolean; range: [number, number]; legend: string; detail(value: number): string } {
+  if (unit === "largest") {
+    return { log: false, range: [-limit, limit], legend: "share of the row's largest magnitude", detail: (value) => (globalThis.Number.isNaN(value) ? "" : `\n${shortNumber(value)} of the row's largest magnitude`) };
+  }
+  return { log: true, range: [2 ** -limit, 2 ** limit], legend: "multiple of the row's median", detail: (value) => (globalThis.Number.isNaN(value) ? "" : `\n${shortNumber(value)} times the row's median`) };
+}
 const COLUMNS: Column<Row>[] = [
   { key: "kind", title: "kind", value: ({ kind }) => kind, cell: ({ kind }) => <Ending text={kind} />, width: "minmax(240px,2fr)" },
   { key: "layer", title: "layer", number: true, value: ({ layer }) => layer, width: "80px" },
   { key: "value", title: "value", number: true, value: ({ value }) => value, cell: ({ value }) => text(value), width: "130px" },
-  { key: "mark", title: "", value: ({ mark }) => mark, width: "50px" },
+  { key: "mark", title: "mark", value: ({ mark }) => mark, width: "50px" },
 ];
 
 export function numeric(value: Number | null | undefined): number {
@@ -98,7 +119,7 @@ export function numeric(value: Number | null | undefined): number {
 }
 
 export function text(value: number): string {
-  return Number.isNaN(value) ? "–" : shortNumber(value);
+  return globalThis.Number.isNaN(value) ? "–" : shortNumber(value);
 }
 
 function rowsOf(found: Layers, quantity: string): Row[] {
@@ -109,7 +130,7 @@ function rowsOf(found: Layers, quantity: string): Row[] {
     if (kind in found.alone[quantity]!) add(null, numeric(found.alone[quantity]![kind]));
     found.layers.forEach((layer, k) => {
       const value = numeric(found.values[quantity]![n]![k]);
-      if (!Number.isNaN(value)) add(layer, value);
+      if (!globalThis.Number.isNaN(value)) add(layer, value);
     });
   });
   return rows;
@@ -123,12 +144,14 @@ function gridOf(rows: Row[], found: Layers, width: number, shift: number): Float
   return values;
 }
 
-function byRow(values: Float64Array, width: number): Float64Array {
-  const scaled = values.slice();
-  for (let at = 0; at < values.length; at += width) {
-    let largest = 0;
-    for (let n = at; n < at + width; n += 1) if (Number.isFinite(values[n]!)) largest = Math.max(largest, Math.abs(values[n]!));
-    for (let n = at; n < at + width; n += 1) scaled[n] = largest ? Math.abs(values[n]!) / largest : values[n]!;
-  }
-  return scaled;
+/** The values in a unit of each kind, as a grid; a zero counts as the smallest number, which has the colour of the end. */
+function ownGrid({ unit, values }: Relative, width: number, shift: number): Float64Array {
+  const found = new Float64Array(values.length * width).fill(NaN);
+  values.forEach((row, n) =>
+    row.forEach((one, k) => {
+      const value = numeric(one);
+      found[n * width + k + shift] = unit === "largest" ? value : Math.max(2 ** value, globalThis.Number.MIN_VALUE);
+    }),
+  );
+  return found;
 }

@@ -1,10 +1,10 @@
 // The memory that training or serving the model takes on each rank, for a dtype, a mesh and an optimizer.
 
-import { useState } from "preact/hooks";
-import { useExplorer, useLoaded } from "../context";
+import { useExplorer, useLoaded, useParam } from "../context";
+import { Details } from "../ui/details";
 import { Failure } from "../ui/failure";
 import { Python } from "../ui/python";
-import { bytes, count, grouped, shownName } from "../ui/text";
+import { bytes, count, counted, grouped, shownName } from "../ui/text";
 import "./memory.css";
 
 interface Cost {
@@ -69,7 +69,8 @@ export function Memory({ python }: { python: string | undefined }) {
     gradients: gradients === "float32" ? undefined : gradients,
   };
   const loaded = useLoaded((signal) => api.json<Costs>("architecture/memory", asked, signal), [JSON.stringify(asked)]);
-  const [chosen, setChosen] = useState(0);
+  const [text, choose] = useParam("stage", "0");
+  const chosen = Number(text) || 0;
   const pick = (name: string, value: string, first: string) => go({ [name]: value === first ? undefined : value }, undefined, true);
   const select = (name: string, title: string, value: string, of: [string, string][]) => (
     <label>
@@ -85,10 +86,10 @@ export function Memory({ python }: { python: string | undefined }) {
   );
   const costs = loaded.value;
   const most = costs ? Math.max(...costs.stages.map((stage) => stage.nbytes)) : 0;
-  const stage = costs?.stages[Math.min(chosen, costs.stages.length - 1)];
+  const stage = costs?.stages[Math.max(0, Math.min(chosen, costs.stages.length - 1))];
   return (
     <section class="memory">
-      <h2>What it takes in memory</h2>
+      <h2>Memory on each rank</h2>
       <form class="memory-form" onSubmit={(event) => event.preventDefault()}>
         {select("dtype", "weights", dtype, DTYPES)}
         {DEGREES.map((axis) => (
@@ -119,7 +120,7 @@ export function Memory({ python }: { python: string | undefined }) {
           </p>
           <div class="memory-bars" role="img" aria-label={`memory by pipeline stage: ${costs.stages.map((one) => bytes(one.nbytes)).join(", ")}`}>
             {costs.stages.slice(0, 64).map((one) => (
-              <div key={one.stage} class={`memory-row${one === stage && costs.stages.length > 1 ? " active" : ""}`} onClick={() => setChosen(one.stage)}>
+              <div key={one.stage} class={`memory-row${one === stage && costs.stages.length > 1 ? " active" : ""}`} onClick={() => choose(String(one.stage))}>
                 <span class="quiet">{costs.stages.length > 1 ? `stage ${one.stage}` : "each rank"}</span>
                 <span class="memory-bar">
                   {one.costs.map((cost, n) => (
@@ -133,7 +134,7 @@ export function Memory({ python }: { python: string | undefined }) {
           <table class="memory-table">
             <caption>
               {costs.stages.length > 1 ? `A rank of stage ${stage.stage}: ` : "Each rank: "}
-              {grouped(stage.tensors)} tensors, {count(stage.others + stage.experts)} elements
+              {counted(stage.tensors, "tensor")}, {count(stage.others + stage.experts)} elements
               {stage.experts > 0 && `, of which ${count(stage.experts)} are experts'`} before data-parallel ranks divide them
             </caption>
             <thead>
@@ -163,18 +164,17 @@ export function Memory({ python }: { python: string | undefined }) {
               </tr>
             </tbody>
           </table>
-          <details open>
-            <summary>What this assumes</summary>
+          <Details id="assumed" summary="What this assumes" open>
             <ul>
               {costs.assumed.map((line) => (
                 <li key={line}>{line}</li>
               ))}
             </ul>
-          </details>
+          </Details>
         </>
       )}
-      {!costs && !loaded.error && <p class="quiet">Reckoning …</p>}
-      {!api.live && <p class="quiet">A report has this for one rank only; `lazyckpt serve` reckons with any mesh.</p>}
+      {!costs && !loaded.error && <p class="quiet">Computing …</p>}
+      {!api.live && <p class="quiet">A report has this for one rank only; `lazyckpt serve` computes it for any mesh.</p>}
       <Python code={python} />
     </section>
   );

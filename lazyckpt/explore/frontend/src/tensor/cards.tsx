@@ -1,10 +1,11 @@
 // What the values of a tensor are, and where they lie: a card for each.
 
 import type { ComponentChildren } from "preact";
-import { useEffect, useState } from "preact/hooks";
-import { useExplorer, useLoaded } from "../context";
+import { useEffect, useMemo, useState } from "preact/hooks";
+import { useExplorer, useLoaded, useParam } from "../context";
 import type { Plane } from "../pages/tensor";
 import { shortNumber } from "../ui/axis";
+import { Details } from "../ui/details";
 import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
@@ -14,7 +15,7 @@ import { LineChart } from "../ui/line";
 import { type Part, type Size } from "../ui/pyramid";
 import { Python, useLines } from "../ui/python";
 import { DataTable } from "../ui/table";
-import { bytes, grouped, shownName } from "../ui/text";
+import { bytes, counted, grouped, shownName } from "../ui/text";
 
 export interface Facts {
   name: string;
@@ -171,14 +172,14 @@ function OutlierCard({ facts, plane, common, lines, jump, setMarks }: Props) {
     <section aria-label="Outliers">
       <h2>Largest elements, NaN and infinities</h2>
       <Wait cost={`reads ${bytes(facts.nbytes)}`} cheap={facts.nbytes <= AUTO} load={load}>
-        {(found) => <OutlierTable {...{ found, plane, jump, setMarks }} />}
+        {(found) => <OutlierTable {...{ found, plane, jump, setMarks }} name={facts.name} />}
       </Wait>
       <Python code={lines["outliers"]} />
     </section>
   );
 }
 
-function OutlierTable({ found, plane, jump, setMarks }: { found: Outliers; plane: Plane; jump(index: number[]): void; setMarks(marks: Mark[]): void }) {
+function OutlierTable({ name, found, plane, jump, setMarks }: { name: string; found: Outliers; plane: Plane; jump(index: number[]): void; setMarks(marks: Mark[]): void }) {
   const rows = [...found.odd.map(([index, value]) => ({ index, value, odd: true })), ...found.largest.map(([index, value]) => ({ index, value, odd: false }))];
   useEffect(() => {
     const marks: Mark[] = [];
@@ -194,7 +195,9 @@ function OutlierTable({ found, plane, jump, setMarks }: { found: Outliers; plane
   const odd = [found.nan && `${grouped(found.nan)} NaN`, found.posinf && `${grouped(found.posinf)} +Inf`, found.neginf && `${grouped(found.neginf)} −Inf`].filter(Boolean);
   return (
     <DataTable
+      id="outliers"
       caption="largest elements"
+      file={`${name}.largest`}
       rows={rows}
       rowKey={({ index, odd }) => `${odd}${index.join(",")}`}
       height={300}
@@ -202,10 +205,15 @@ function OutlierTable({ found, plane, jump, setMarks }: { found: Outliers; plane
       onRow={({ index }) => jump(index)}
       columns={[
         { key: "index", title: "index", value: ({ index }) => `[${index.join(", ")}]`, width: "1fr" },
-        { key: "value", title: "value", value: ({ value }) => value, cell: ({ value, odd }) => <span class={odd ? "error" : undefined}>{typeof value === "number" ? String(Number(value.toPrecision(7))) : value}</span>, number: true },
+        { key: "value", title: "value", value: ({ value }) => value, cell: ({ value, odd }) => <span class={odd ? "error" : undefined}>{typeof value === "number" ? sevenDigits(value) : value}</span>, number: true, width: "140px" },
       ]}
     />
   );
+}
+
+/** A number with seven significant digits. */
+function sevenDigits(value: number): string {
+  return Math.abs(value) >= 1e9 ? value.toExponential(6).replace("e+", "e") : String(Number(value.toPrecision(7)));
 }
 
 interface Bits {
@@ -256,10 +264,11 @@ function BitsPicture({ found, facts }: { found: Bits; facts: Facts }) {
         />
       ) : null}
       {shown && (
-        <details>
-          <summary>The exponents as a table</summary>
+        <Details id="exponents" summary="The exponents as a table">
           <DataTable
+            id="exponents"
             caption="exponents"
+            file={`${facts.name}.exponents`}
             rows={shown.map((count, n) => ({ exponent: first + n - found.bias, count }))}
             rowKey={({ exponent }) => exponent}
             height={190}
@@ -268,17 +277,19 @@ function BitsPicture({ found, facts }: { found: Bits; facts: Facts }) {
               { key: "count", title: "elements", value: ({ count }) => count, number: true },
             ]}
           />
-        </details>
+        </Details>
       )}
       <DataTable
+        id="bits"
         caption="share of ones in each bit"
+        file={`${facts.name}.bits`}
         rows={found.ones.map((share, n) => ({ share, bit: names[n]! }))}
         rowKey={({ bit }) => bit}
         height={190}
         columns={[
           { key: "bit", title: "bit", value: ({ bit }) => bit, width: "70px" },
           { key: "share", title: "ones", value: ({ share }) => share, cell: ({ share }) => `${(100 * share).toFixed(2)} %`, number: true },
-          { key: "bar", title: "", value: ({ share }) => share, cell: ({ share }) => <div class="tensor-bar"><span style={{ left: 0, width: `${100 * share}%` }} /></div>, width: "1fr" },
+          { key: "bar", title: "", picture: true, value: ({ share }) => share, cell: ({ share }) => <div class="tensor-bar"><span style={{ left: 0, width: `${100 * share}%` }} /></div>, width: "1fr" },
         ]}
       />
     </>
@@ -326,8 +337,11 @@ interface Nearest {
 
 function NeighbourCard({ facts, common, part, jump }: Props) {
   const { api } = useExplorer();
-  const [asked, setAsked] = useState<{ row?: number; token?: string }>();
-  const [text, setText] = useState(String(Math.max(0, Math.floor(part.r0))));
+  const [said, say] = useParam("near", ""); // a row or a token, whose nearest rows are shown
+  const [typed, setTyped] = useState<string>();
+  const text = typed ?? (said || String(Math.max(0, Math.floor(part.r0))));
+  const [wanted, setWanted] = useState(facts.nbytes <= AUTO);
+  const asked = useMemo(() => (!said || !wanted ? undefined : /^\d+$/.test(said) ? { row: Number(said) } : { token: said }), [said, wanted]);
   const found = useLoaded(
     (signal) => (asked ? api.json<Nearest>("tensor/neighbours", { ...common, ...asked, count: 50 }, signal) : Promise.resolve(undefined)),
     [facts, asked],
@@ -341,12 +355,13 @@ function NeighbourCard({ facts, common, part, jump }: Props) {
         class="tensor-tools"
         onSubmit={(event) => {
           event.preventDefault();
-          setAsked(/^\d+$/.test(text) ? { row: Number(text) } : { token: text });
+          setWanted(true);
+          say(text);
         }}
       >
         <label>
           row or token
-          <input class="field" value={text} onInput={(event) => setText(event.currentTarget.value)} />
+          <input class="field" value={text} onInput={(event) => setTyped(event.currentTarget.value)} />
         </label>
         <button type="submit" class="small">
           find (reads {bytes(facts.nbytes)})
@@ -357,7 +372,9 @@ function NeighbourCard({ facts, common, part, jump }: Props) {
         <Failure error={found.error} />
       ) : found.value ? (
         <DataTable
+          id="nearest"
           caption="nearest rows"
+          file={`${facts.name}.nearest`}
           rows={found.value.nearest}
           rowKey={([row]) => row}
           height={300}
@@ -395,9 +412,11 @@ function ValuesCard(props: Props) {
     (signal) => (free ? Promise.resolve(null) : api.json<{ values: string[][] }>("tensor/values", params, signal)),
     [facts, r0, c0, plane.query.at, plane.query.dims],
   );
+  const longest = value?.values.reduce((n, row) => row.reduce((m, text) => Math.max(m, text.length), n), 0) ?? 0;
+  const wide = Math.max(108, Math.ceil(8.6 * longest)); // no digit is cut off
   return (
     <section class="tensor-wide" aria-label="Values as a table">
-      <h2>Values from [{grouped(r0)}, {grouped(c0)}] on</h2>
+      <h2>{plane.ndim < 2 && !plane.wrap ? `Values from index ${grouped(c0)}` : `Values from row ${grouped(r0)}, column ${grouped(c0)}`}</h2>
       {free ? (
         <p class="quiet">Choose an index of each dimension that is not drawn.</p>
       ) : error ? (
@@ -406,15 +425,17 @@ function ValuesCard(props: Props) {
         <div class="tensor-wait quiet">reading …</div>
       ) : (
         <DataTable
+          id="values"
           caption="values"
+          file={`${facts.name}.values`}
           rows={value.values.map((texts, n) => ({ texts, row: r0 + n }))}
           rowKey={({ row }) => row}
           height={330}
           note={live ? "the upper left of what the picture shows; zoom or move it" : "the upper left"}
           columns={[
-            { key: "row", title: "", value: ({ row }) => row, number: true, width: "80px" },
+            { key: "row", title: "row", value: ({ row }) => row, number: true, width: "80px" },
             ...Array.from({ length: window.c1 - window.c0 }, (_, n) => ({
-              key: `c${n}`, title: grouped(c0 + n), value: ({ texts }: { texts: string[]; row: number }) => texts[n] ?? "", number: true, width: "minmax(108px,1fr)",
+              key: `c${n}`, title: grouped(c0 + n), value: ({ texts }: { texts: string[]; row: number }) => texts[n] ?? "", number: true, width: `minmax(${wide}px,1fr)`,
             })),
           ]}
         />
@@ -427,6 +448,7 @@ function ValuesCard(props: Props) {
 function WhereCard({ facts }: Props) {
   const end = new Map<string, number>();
   for (const { path, offset, nbytes } of facts.ranges) end.set(path, Math.max(end.get(path) ?? 1, (offset ?? 0) + nbytes));
+  if (!facts.owner && !facts.about.length && !facts.ranges.length) return null; // it has no bytes
   return (
     <section class="tensor-wide" aria-label="Where its bytes lie">
       <h2>Where its bytes lie</h2>
@@ -436,17 +458,19 @@ function WhereCard({ facts }: Props) {
       </dl>
       {facts.ranges.length > 0 && (
         <DataTable
+          id="ranges"
           caption="ranges of files"
+          file={`${facts.name}.ranges`}
           rows={facts.ranges.map((range, n) => ({ ...range, n }))}
           rowKey={({ n }) => n}
           height={300}
-          note={facts.ranges_in_all > facts.ranges.length ? `the first of ${grouped(facts.ranges_in_all)} ranges` : `${grouped(facts.ranges.length)} ranges of files`}
+          note={facts.ranges_in_all > facts.ranges.length ? `the first of ${grouped(facts.ranges_in_all)} ranges` : `${counted(facts.ranges.length, "range")} of files`}
           columns={[
             { key: "rank", title: "rank", value: ({ rank }) => rank, width: "minmax(110px,1fr)" },
             { key: "path", title: "file", value: ({ path }) => path, cell: ({ path }) => <Ending text={path} />, width: "minmax(180px,2fr)" },
             { key: "offset", title: "offset", value: ({ offset }) => offset, number: true },
             { key: "nbytes", title: "bytes", value: ({ nbytes }) => nbytes, number: true },
-            { key: "bar", title: "in the file", value: ({ offset }) => offset, width: "minmax(120px,1fr)",
+            { key: "bar", title: "in the file", picture: true, value: ({ offset }) => offset, width: "minmax(120px,1fr)",
               cell: ({ path, offset, nbytes, missing }) =>
                 missing ? <span class="error">{missing}</span> : <div class="tensor-bar"><span style={{ left: `${(100 * (offset ?? 0)) / end.get(path)!}%`, width: `${(100 * nbytes) / end.get(path)!}%` }} /></div> },
           ]}

@@ -1,11 +1,13 @@
 // The card of a chosen tensor or group, at the side of the tree.
 
 import { useMemo } from "preact/hooks";
-import { linkTo, useExplorer, useLoaded } from "../context";
+import { useExplorer, useLoaded } from "../context";
+import { PageLink } from "../parts/pagelink";
+import type { Facts } from "../tensor/cards";
 import { LineChart } from "../ui/line";
 import { CopyButton, Python, useLines } from "../ui/python";
 import { shortNumber } from "../ui/axis";
-import { bytes, grouped, shownName } from "../ui/text";
+import { bytes, counted, grouped, shownName, shownTensor } from "../ui/text";
 import type { Marks, Norms, State } from "./load";
 import type { Tree } from "./nodes";
 import type { Row } from "./rows";
@@ -27,20 +29,10 @@ const CHOICES = 1000; // alike tensors that can be chosen from a list
 export function Card(props: Props) {
   const { row } = props;
   return (
-    <aside class="card" aria-label="What is chosen">
+    <aside class="card" aria-label="Details of the selection">
       {row.leaf ? <TensorCard {...props} /> : <GroupCard {...props} />}
     </aside>
   );
-}
-
-/** What the request "tensor" answers, as far as the card shows it. */
-interface Facts {
-  states: { name: string; short: string; shape: number[] }[];
-  owner: string | null;
-  about: [string, string][];
-  ranges: { path: string; rank: string; offset: number | null; nbytes: number; missing: string }[];
-  ranges_in_all: number;
-  problems: { severity: string; text: string }[];
 }
 
 function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props) {
@@ -58,7 +50,7 @@ function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props)
   return (
     <>
       <h2 class="mono">
-        {shownName(name)} <CopyButton text={name} label="copy the name" />
+        {shownTensor(name)} <CopyButton text={name} label="copy the name" />
       </h2>
       <p class="card-open">
         <TensorLink name={name} />
@@ -95,8 +87,8 @@ function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props)
           <dt key="a">largest</dt>,
           <dd key="b">{shortNumber(norms.largest[n]!)}</dd>,
         ]}
-        {norms && norms.odd[n]! > 0 && [<dt key="x">not finite</dt>, <dd key="y" class="error">{grouped(norms.odd[n]!)} elements</dd>]}
-        {marks?.lost.has(n) && [<dt key="l">lost</dt>, <dd key="m" class="error">{grouped(marks.lost.get(n)!)} elements are in no file that can be read</dd>]}
+        {norms && norms.odd[n]! > 0 && [<dt key="x">not finite</dt>, <dd key="y" class="error">{counted(norms.odd[n]!, "element")}</dd>]}
+        {marks?.lost.has(n) && [<dt key="l">lost</dt>, <dd key="m" class="error">{counted(marks.lost.get(n)!, "element")} in no file that can be read</dd>]}
         {found?.about.map(([what, text]) => [<dt key={what}>{what}</dt>, <dd key={`=${what}`}>{shownName(text)}</dd>])}
         {found && found.states.length > 1 && [
           <dt key="st">states</dt>,
@@ -157,20 +149,13 @@ function TensorCard({ state, tree, row, norms, normSums, marks, params }: Props)
 }
 
 function TensorLink({ name }: { name: string }) {
-  const { route, go, api } = useExplorer();
+  const { route, api } = useExplorer();
   const shared = Object.fromEntries(["state", "step", "side"].flatMap((key) => (route.params[key] ? [[key, route.params[key]!]] : [])));
   if (!api.holds("tensor", { ...shared, name })) return null;
   return (
-    <a
-      href={linkTo("tensor", { ...shared, name })}
-      onClick={(event) => {
-        if (event.ctrlKey || event.metaKey || event.shiftKey) return;
-        event.preventDefault();
-        go({ name }, "tensor");
-      }}
-    >
+    <PageLink page="tensor" params={{ name }}>
       Look at its values →
-    </a>
+    </PageLink>
   );
 }
 
@@ -202,7 +187,7 @@ function GroupCard({ state, tree, row, sums, normSums, params }: Props) {
     <>
       <h2 class="mono">
         {shownName(path)}
-        {row.numbers && ` (and its like: ${row.numbers})`} <CopyButton text={path} label="copy the prefix" />
+        {row.numbers && ` (the same for ${row.numbers})`} <CopyButton text={path} label="copy the prefix" />
       </h2>
       <dl>
         <dt>tensors</dt>
@@ -214,7 +199,7 @@ function GroupCard({ state, tree, row, sums, normSums, params }: Props) {
         {folded > 1 && [
           <dt key="e">each</dt>,
           <dd key="v">
-            {grouped(sums.tensors(row) / folded)} tensors, {bytes(sums.bytes(row) / folded)}
+            {counted(sums.tensors(row) / folded, "tensor")}, {bytes(sums.bytes(row) / folded)}
           </dd>,
         ]}
         {!Number.isNaN(norm) && [<dt key="n">norm</dt>, <dd key="w">{shortNumber(norm)}</dd>]}

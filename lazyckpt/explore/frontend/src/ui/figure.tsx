@@ -13,7 +13,8 @@ interface Props {
   note?: ComponentChildren;
   /** Name of a saved file. */
   name: string;
-  python?: string | undefined;
+  /** The Python call that gives the same; several for what has parts. */
+  python?: string | undefined | (string | undefined)[];
   /** Further controls beside the title. */
   tools?: ComponentChildren;
   children: ComponentChildren;
@@ -59,7 +60,9 @@ export function Figure({ title, note, name, python, tools, children }: Props) {
       <div ref={body} class="figure-body">
         {children}
       </div>
-      {python && <Python code={python} />}
+      {[python].flat().map((code, n) => (
+        <Python key={n} code={code} />
+      ))}
     </figure>
   );
 }

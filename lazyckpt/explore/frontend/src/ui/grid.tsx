@@ -191,6 +191,8 @@ export function Grid(props: Props) {
   );
 }
 
+const APART = 0.12; // of the bar of colours, between its numbers
+
 interface LegendProps {
   low: number;
   high: number;
@@ -206,13 +208,14 @@ export function Legend({ low, high, log = false, colour, format = shortNumber, t
   if (!Number.isFinite(low) || !Number.isFinite(high)) return null;
   const stops = Array.from({ length: 17 }, (_, n) => colour(n / 16)).join(",");
   const scale = unit > 1 && high > 0 ? unit ** Math.floor(Math.log(high) / Math.log(unit)) : 1;
-  const marks = high > low ? (log ? logTicks(low, high, 4) : ticks(low / scale, high / scale, 4).map((n) => n * scale)) : [low];
+  const marks = high > low ? (log ? logTicks(low, high, 5) : ticks(low / scale, high / scale, 4).map((n) => n * scale)) : [low];
   const share = (v: number) => (high <= low ? 0.5 : log ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low));
+  const apart = marks.reduce<number[]>((kept, one) => (kept.length && share(one) - share(kept[kept.length - 1]!) < APART ? kept : [...kept, one]), []);
   return (
     <div class="colour-legend">
       <span class="quiet">{title}</span>
       <div class="colour-bar" style={{ background: `linear-gradient(to right, ${stops})` }}>
-        {marks.map((value) => (
+        {apart.map((value) => (
           <span key={value} style={{ left: `${share(value) * 100}%` }}>
             {format(value)}
           </span>

@@ -383,7 +383,7 @@ function told(props: Props, part: Part, tiles: Map<string, Kept>, x: number, y: 
     const one = found.rows[1] - found.rows[0] <= 1 && found.cols[1] - found.cols[0] <= 1;
     lines.push(
       one
-        ? `${props.indexText(found.rows[0], found.cols[0])}  ${exactNumber(values!.mean[found.n]!)}`
+        ? `${props.indexText(found.rows[0], found.cols[0])}  ${exactNumber(values!.mean, found.n)}`
         : `rows ${interval(found.rows)}, columns ${interval(found.cols)}`,
     );
     if (!one) {
@@ -396,8 +396,10 @@ function told(props: Props, part: Part, tiles: Map<string, Kept>, x: number, y: 
   return lines.join("\n");
 }
 
-function exactNumber(value: number): string {
-  return Number.isNaN(value) ? "not finite" : String(Number(value.toPrecision(9)));
+/** An element with all digits that tell it from its neighbours of the same dtype. */
+function exactNumber(values: ArrayLike<number>, n: number): string {
+  const value = values[n]!;
+  return Number.isNaN(value) ? "not finite" : String(values instanceof Float32Array ? Number(value.toPrecision(9)) : value);
 }
 
 function interval([a, b]: [number, number]): string {
@@ -465,6 +467,9 @@ function paint(
     canvas.width = Math.round(width * dpr);
     canvas.height = Math.round(height * dpr);
   }
+  // a finger moves the picture, or the page if all of the picture is shown
+  const isAll = part.r1 - part.r0 >= props.size.height && part.c1 - part.c0 >= props.size.width;
+  canvas.style.touchAction = isAll ? "pan-y" : "none";
   const style = getComputedStyle(canvas);
   const colour = (name: string) => style.getPropertyValue(name).trim() || "#888";
   const [paper, ink, quiet, line, accent, bad] = ["--paper", "--ink", "--quiet", "--line", "--accent", "--bad"].map(colour) as [
@@ -543,6 +548,7 @@ function paint(
       context.lineWidth = wide;
       context.beginPath();
       if (mark.odd) {
+        if (sx >= TEXT.w && sy >= TEXT.h) break; // the cell says NaN or Inf itself
         context.moveTo(x - r, y - r);
         context.lineTo(x + r, y + r);
         context.moveTo(x + r, y - r);
@@ -699,7 +705,7 @@ function norms(
   context.restore();
   context.fillStyle = quiet;
   context.font = "10px system-ui, sans-serif";
-  context.textAlign = down ? "right" : "right";
+  context.textAlign = "right";
   context.textBaseline = down ? "alphabetic" : "top";
   if (down) context.fillText(shortNumber(most), room.left + room.w, room.top - 4);
   else context.fillText(shortNumber(most), room.left - 4, room.top);

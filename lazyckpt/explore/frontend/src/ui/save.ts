@@ -17,7 +17,9 @@ export function fileName(name: string): string {
 
 export type Cell = string | number | boolean | null | undefined;
 
-/** Rows as CSV (RFC 4180). A text that a spreadsheet would take for a formula gets an apostrophe in front. */
+const NUMBER = /^[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?|inf|nan)(?:[-+].*j)?$/i; // also a complex one
+
+/** Rows as CSV (RFC 4180). A text that a spreadsheet would take for a formula gets an apostrophe in front; a number does not. */
 export function toCsv(head: string[], rows: Iterable<Cell[]>): string {
   const lines = [head.map(csvCell).join(",")];
   for (const row of rows) lines.push(row.map(csvCell).join(","));
@@ -27,7 +29,7 @@ export function toCsv(head: string[], rows: Iterable<Cell[]>): string {
 function csvCell(value: Cell): string {
   if (value === null || value === undefined) return "";
   if (typeof value !== "string") return String(value);
-  const text = /^[=+\-@\t\r]/.test(value) ? `'${value}` : value;
+  const text = /^[=+\-@\t\r]/.test(value) && !NUMBER.test(value) ? `'${value}` : value;
   return /[",\r\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }
 
@@ -48,8 +50,9 @@ export function svgText(svg: SVGSVGElement): string {
   from.forEach((element, n) => {
     const style = getComputedStyle(element);
     const target = to[n] as SVGElement;
-    target.setAttribute("style", STYLES.map((name) => `${name}:${style.getPropertyValue(name)}`).join(";"));
+    target.removeAttribute("style"); // which the page's security policy does not allow
     target.removeAttribute("class");
+    for (const name of STYLES) target.setAttribute(name, style.getPropertyValue(name));
   });
   const { width, height } = svg.getBoundingClientRect();
   const box = svg.getAttribute("viewBox")?.split(/[\s,]+/) ?? ["0", "0", String(width), String(height)];

@@ -25,6 +25,16 @@ export function count(n: number): string {
   return `${text}${COUNTS[unit]}`;
 }
 
+/** "1 file", "2 files". */
+export function counted(n: number, noun: string): string {
+  return `${grouped(n)} ${noun}${n === 1 ? "" : "s"}`;
+}
+
+/** A text with a large first letter. */
+export function capital(text: string): string {
+  return text.charAt(0).toUpperCase() + text.slice(1);
+}
+
 /** 1,234,567 for 1234567. */
 export function grouped(n: number): string {
   const [whole = "", part] = String(Math.round(n * 1000) / 1000).split(".");
@@ -39,6 +49,11 @@ const LONGEST = 300;
 export function shownName(name: string, longest = LONGEST): string {
   const safe = /^[ -~]*$/.test(name) ? name : name.replace(UNSAFE, (c) => `\\u{${c.codePointAt(0)!.toString(16)}}`);
   return safe.length <= longest ? safe : `${safe.slice(0, longest / 2)}…${safe.slice(-longest / 2)}`;
+}
+
+/** A tensor's name as `shownName` shows it; the empty name as two quotation marks. */
+export function shownTensor(name: string, longest = LONGEST): string {
+  return name === "" ? "''" : shownName(name, longest);
 }
 
 /** A path or an address: of a long one, as many of its last parts as there is room for. */

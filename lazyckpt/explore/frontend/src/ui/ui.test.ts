@@ -3,7 +3,8 @@ import { test } from "node:test";
 import { logTicks, shortNumber, ticks, tickText } from "./axis";
 import { toCsv } from "./save";
 import { squarified } from "./squares";
-import { bytes, count, shownPlace } from "./text";
+import { nextSort, sortedBy, sortOf, sortText } from "./table";
+import { bytes, count, counted, shownPlace, shownTensor } from "./text";
 
 test("a treemap's areas are the values' and fill the room", () => {
   const values = [50, 20, 10, 10, 5, 3, 1, 1];
@@ -14,6 +15,8 @@ test("a treemap's areas are the values' and fill the room", () => {
 
 test("text for spreadsheets is quoted and is no formula", () => {
   assert.equal(toCsv(["a", "b"], [['x,"y"', -1], ["=1+1", null]]), 'a,b\r\n"x,""y""",-1\r\n\'=1+1,\r\n');
+  const numbers = ["-0.5", "-inf", "1e-300", "-0.5+2e-9j", "+3"];
+  assert.equal(toCsv([], [[...numbers, "-a", "-1+cmd|x"]]), `\r\n${numbers.join(",")},'-a,'-1+cmd|x\r\n`);
 });
 
 test("ticks are round numbers inside of the range", () => {
@@ -42,4 +45,25 @@ test("a long path is shown by its last parts", () => {
   assert.equal(shownPlace("/data/models/checkpoint-100", 20), "…/checkpoint-100");
   assert.equal(shownPlace("/data/models/a/checkpoint", 20), "…/a/checkpoint");
   assert.ok(shownPlace(`/${"x".repeat(90)}`, 20).length <= 23);
+});
+
+test("the order of a table is in the link", () => {
+  for (const sort of [null, { key: "a:b", down: true }, { key: "", down: false }]) assert.deepEqual(sortOf(sortText(sort)), sort);
+  assert.equal(sortOf("bytes"), null);
+});
+
+test("rows without a value are last, and equal rows stay in their order", () => {
+  const columns = [{ key: "n", title: "n", number: true, value: (row: [string, number | null]) => row[1] }];
+  const rows: [string, number | null][] = [["a", 1], ["b", null], ["c", 2], ["d", 1], ["e", NaN], ["f", 2]];
+  const names = (sort: { key: string; down: boolean } | null) => sortedBy(rows, columns, sort).map(([name]) => name).join("");
+  const first = nextSort(null, columns[0]!), second = nextSort(first, columns[0]!);
+  const texts = ["-2", "10", "nan", "9", "-inf"].map((text): [string, string] => [text, text]);
+  const found = sortedBy(texts, [{ key: "n", title: "n", number: true, value: ([, text]: [string, string]) => text }], first);
+  assert.deepEqual(found.map(([text]) => text), ["10", "9", "-2", "-inf", "nan"]);
+  assert.deepEqual([names(first), names(second), names(nextSort(second, columns[0]!))], ["cfadbe", "adcfbe", "abcdef"]);
+});
+
+test("numbers and names are as people write them", () => {
+  assert.deepEqual([0, 1, 1234].map((n) => counted(n, "row")), ["0 rows", "1 row", "1,234 rows"]);
+  assert.deepEqual([shownTensor(""), shownTensor("a\nb")], ["''", "a\\u{a}b"]);
 });
