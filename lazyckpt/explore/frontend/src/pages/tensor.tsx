@@ -360,6 +360,11 @@ function Choices({ facts, plane }: { facts: Facts; plane: Plane }) {
   const { params } = route;
   const { size } = plane;
   const { how, kind, range, exact } = drawnAs(params, api.live);
+  const headText = (a: number, b: number) => {
+    const all = whole(size);
+    return partText(facts.heads!.dim === 0 ? { ...all, r0: a, r1: b } : { ...all, c0: a, c1: b });
+  };
+  const head = facts.heads?.slices.findIndex(([, a, b]) => params["view"] === headText(a, b)) ?? -1;
   const option = (key: string, label: string, choices: [string, string][], now: string) => (
     <label>
       {label}
@@ -384,16 +389,13 @@ function Choices({ facts, plane }: { facts: Facts; plane: Plane }) {
         <label>
           attention
           <select
-            value=""
+            value={String(head)}
             onChange={(event) => {
               const one = facts.heads!.slices[Number(event.currentTarget.value)];
-              if (!one) return go({ view: undefined });
-              const [, a, b] = one;
-              const all = whole(size);
-              go({ view: partText(facts.heads!.dim === 0 ? { ...all, r0: a, r1: b } : { ...all, c0: a, c1: b }) });
+              go({ view: one && headText(one[1], one[2]) });
             }}
           >
-            <option value="">all heads</option>
+            <option value="-1">all heads</option>
             {facts.heads.slices.map(([text, a, b], n) => (
               <option key={n} value={String(n)}>
                 {text}: {a}–{b - 1}
