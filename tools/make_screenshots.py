@@ -2,9 +2,10 @@
 
     python tools/make_screenshots.py [NAME...]    # all, or some: demo, browse, explore, ...
 
-They show the demo's files, small models that DeepSpeed and transformers write, and a recorded checkpoint. Those of the explorer are drawn twice, as light
-and as dark pages (``NAME-dark.png``). The tool needs lazyckpt's test extra, Chromium (``CHROMIUM`` names the
-program) and, for the explorer, its chromedriver; for ``explore-notebook`` also ``pip install jupyterlab``.
+They show the demo's files, small models that DeepSpeed and transformers write, and a recorded checkpoint. Those of the
+explorer are drawn twice, as light and as dark pages (``NAME-dark.png``). The tool needs lazyckpt's test extra, Chromium
+(``CHROMIUM`` names the program) and, for the explorer, its chromedriver; for ``explore-notebook`` also
+``pip install jupyterlab``.
 """
 
 from __future__ import annotations
@@ -359,7 +360,7 @@ def write_experts(folder: Path) -> None:
 
 
 def write_zero3(folder: Path) -> None:
-    """The checkpoint of the first notebook, a Llama of four layers trained with ZeRO-3 on four ranks, unless it is there."""
+    """A small Llama that the notebooks' writer trains with ZeRO-3 on four ranks, unless it is there."""
     notebooks = FOLDER.parents[1] / "notebooks"
     if folder.exists():
         return
