@@ -174,7 +174,7 @@ def draw_notebook(folder: Path, target: Path) -> None:
 
 
 def draw_norms(folder: Path, target: Path) -> None:
-    save(lazyckpt.open(folder / "model").plot.norms().figure, target)
+    save(lazyckpt.open(folder / "zero3").plot.norms().figure, target)
 
 
 def draw_plots(folder: Path, target: Path) -> None:
