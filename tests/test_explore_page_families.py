@@ -223,6 +223,12 @@ def the_tensor(pages: Pages, name: str, paths: list[Path]) -> None:
         pages.until("location.hash.includes('view=')")
         window = [float(one) for one in pages.asked("view").split(",")]
         assert window[:2] == [int(first_row), int(last_row) + 1]
+        pages.until(f"{heads}?.querySelector('select').value === '1'")
+        pages.js(
+            f"const select = {heads}.querySelector('select'); select.selectedIndex = 0;"
+            " select.dispatchEvent(new Event('change', {bubbles: true}))"
+        )
+        pages.until("!location.hash.includes('view=')")
     elif "embed" in name or "head" in name:
         nearest(pages, values)
     states = pages.js("return [...document.querySelectorAll('[aria-label=state] button')].map(one => one.textContent)")

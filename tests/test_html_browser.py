@@ -28,6 +28,8 @@ THEMES = {
     "jupyter-dark": ("light", 'data-jp-theme-light="false"', True),
     "vscode-light": ("dark", 'class="vscode-light"', False),
     "vscode-dark": ("light", 'class="vscode-dark"', True),
+    "marimo-light": ("dark", 'class="light-theme"', False),
+    "marimo-dark": ("light", 'class="dark-theme"', True),
 }
 
 

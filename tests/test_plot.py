@@ -544,6 +544,18 @@ def test_dark(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "agg"])
+def test_a_notebook_shows_a_figure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    """The inline backend shows what is open when the cell ends, so the value of a cell is no longer open."""
+    formatters = pytest.importorskip("IPython.core.formatters")
+    plt = matplotlib.pyplot
+    figure = saved(tmp_path, {"a.w": torch.ones(4, 4)})["a.w"].plot()
+    monkeypatch.setattr(plt, "get_backend", lambda: backend)
+    assert plt.fignum_exists(figure.number)
+    assert not formatters.IPythonDisplayFormatter()(figure)  # IPython goes on to the other formatters
+    assert plt.fignum_exists(figure.number) == (backend == "agg")
+
+
 def test_without_matplotlib(tmp_path: Path) -> None:
     saved(tmp_path, {"w": torch.ones(3, 3)})
     program = f"""

@@ -2,9 +2,10 @@
 
     python tools/make_screenshots.py [NAME...]    # all, or some: demo, browse, explore, ...
 
-They show the demo's files, and small models that transformers writes. Those of the explorer are drawn twice, as light
-and as dark pages (``NAME-dark.png``). The tool needs lazyckpt's test extra, Chromium (``CHROMIUM`` names the
-program) and, for the explorer, its chromedriver; for ``explore-notebook`` also ``pip install jupyterlab``.
+They show the demo's files, small models that DeepSpeed and transformers write, and a recorded checkpoint. Those of the
+explorer are drawn twice, as light and as dark pages (``NAME-dark.png``). The tool needs lazyckpt's test extra, Chromium
+(``CHROMIUM`` names the program) and, for the explorer, its chromedriver; for ``explore-notebook`` also
+``pip install jupyterlab``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -78,11 +80,12 @@ def draw_demo(folder: Path, target: Path) -> None:
     lines = done.stdout.splitlines()
     start = next(n for n, line in enumerate(lines) if "1. A checkpoint" in line)
     stop = next(n for n, line in enumerate(lines) if "# The same slice" in line)
-    console = Console(record=True, width=112, file=open(os.devnull, "w"), force_terminal=True, color_system="truecolor")  # noqa: SIM115
+    console = Console(record=True, width=160, file=open(os.devnull, "w"), force_terminal=True, color_system="truecolor")  # noqa: SIM115
     console.print(Text.from_ansi("\n".join(lines[start:stop])), soft_wrap=True)
     code = console.export_html(inline_styles=True, code_format="{code}", theme=SVG_EXPORT_THEME)
-    count = stop - start
-    shoot(TERMINAL.format(code=code), target, (1080, round(count * 19.5) + 28), "#292929", "16px 18px")
+    width = max(map(len, Text.from_ansi("\n".join(lines[start:stop])).plain.splitlines()))
+    size = (round(width * 9.04) + 36, round((stop - start) * 19.5) + 28)
+    shoot(TERMINAL.format(code=code), target, size, "#292929", "16px 18px")
 
 
 def draw_browse(folder: Path, target: Path) -> None:
@@ -110,10 +113,12 @@ def draw_browse_pair(folder: Path, target: Path) -> None:
 
 
 def shoot_browser(target: Path, paths: list[Path], keys: list[str], name: str = NAME, theme: str = "") -> None:
-    """A PNG of the browser after some keys, with the cursor at a tensor."""
+    """A PNG of the browser on a terminal with all colours, after some keys, with the cursor at a tensor."""
     from lazyckpt.browse.app import Browser
     from lazyckpt.browse.detail import opening
     from lazyckpt.browse.subject import One, Pair, Subject
+
+    os.environ |= {"COLORTERM": "truecolor", "TERM": "xterm-256color"}
 
     def subject() -> Subject:
         views = [(lazyckpt.open(path), path) for path in paths]
@@ -169,7 +174,7 @@ def draw_notebook(folder: Path, target: Path) -> None:
 
 
 def draw_norms(folder: Path, target: Path) -> None:
-    save(lazyckpt.open(folder / "model").plot.norms().figure, target)
+    save(lazyckpt.open(folder / "zero3").plot.norms().figure, target)
 
 
 def draw_plots(folder: Path, target: Path) -> None:
@@ -195,7 +200,8 @@ def draw_explore_tree(folder: Path, target: Path) -> None:
         driver.execute_script("[...document.querySelectorAll('button')].find(b => /norm/i.test(b.textContent)).click()")
         wait_for(driver, "document.querySelector('.tree-norm')")
 
-    shoot_explorer(folder, "zero3", f"tree?name={NAME}", target, 760, norms)
+    write_zero3(folder / "gpt")
+    shoot_explorer(folder, "gpt", f"tree?name={NAME}", target, 760, norms)
 
 
 def draw_explore_tensor(folder: Path, target: Path) -> None:
@@ -248,13 +254,19 @@ def draw_explore_architecture(folder: Path, target: Path) -> None:
 
 
 def draw_explore_ranks(folder: Path, target: Path) -> None:
-    """The page of the ranks."""
-    shoot_explorer(folder, "zero3", "ranks", target, 590)
+    """The page of the ranks, of a recorded checkpoint that has lost a file."""
+    recording = FOLDER.parents[1] / "tests" / "golden" / "deepspeed_kinds" / "megatron_3d_even_dp2.tar.xz"
+    with tarfile.open(recording) as archive:
+        archive.extractall(folder, filter="data")
+    (folder / "megatron_3d_even_dp2" / "ckpt").rename(folder / "gpt-3d")
+    next(folder.glob("gpt-3d/*/bf16_zero_pp_rank_1_mp_rank_02_optim_states.pt")).unlink()
+    shoot_explorer(folder, "gpt-3d", "ranks", target, 1000)
 
 
 def draw_explore_optimizer(folder: Path, target: Path) -> None:
     """The page of the optimizer."""
-    shoot_explorer(folder, "zero3", "optimizer", target, 1000)
+    write_zero3(folder / "gpt")
+    shoot_explorer(folder, "gpt", "optimizer", target, 1000)
 
 
 def draw_explore_experts(folder: Path, target: Path) -> None:
@@ -345,6 +357,19 @@ def write_experts(folder: Path) -> None:
     model.bfloat16().save_pretrained(folder)
     words = {chr(n) if 32 < n < 127 else f"<0x{n:02X}>": n for n in range(SMALL["vocab_size"])}
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": words}, "added_tokens": []}))
+
+
+def write_zero3(folder: Path) -> None:
+    """A small Llama that the notebooks' writer trains with ZeRO-3 on four ranks, unless it is there."""
+    notebooks = FOLDER.parents[1] / "notebooks"
+    if folder.exists():
+        return
+    sys.path.insert(0, str(notebooks))
+    try:
+        checkpoints: Any = import_module("checkpoints")
+        checkpoints.write("deepspeed", str(folder), ranks=4, stage=3, steps=30)
+    finally:
+        sys.path.remove(str(notebooks))
 
 
 def write_run(folder: Path) -> None:

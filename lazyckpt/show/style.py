@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -89,11 +90,29 @@ def axes_of(ax: Axes | None, size: tuple[float, float] = (6.4, 3.6), grid: str =
 
 
 def new_figure(size: tuple[float, float]) -> tuple[Figure, Theme]:
-    """Return an empty figure of ``size`` inches, and its theme. A constrained layout makes room for labels."""
+    """Return an empty figure of ``size`` inches, and its theme. A constrained layout makes room for labels.
+
+    A notebook shows the figure once, also if it is the value of a cell.
+    """
     plt = import_matplotlib()
     theme = theme_of(plt.rcParams["figure.facecolor"])
     figure = plt.figure(figsize=size, layout="constrained", facecolor=theme.paper, edgecolor=theme.paper)
+    vars(figure)["_ipython_display_"] = partial(_display, figure)
     return figure, theme
+
+
+def _display(figure: Figure) -> None:
+    """Close a figure that a notebook is about to show: matplotlib's inline backend shows all open ones after the cell.
+
+    Raises
+    ------
+    NotImplementedError
+        Always. IPython then shows the figure as it shows others.
+    """
+    plt = import_matplotlib()
+    if "inline" in plt.get_backend():
+        plt.close(figure)
+    raise NotImplementedError
 
 
 @contextmanager
