@@ -7,21 +7,22 @@ of the answer would use up the server's connections.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import select
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from ..io.system import SENDS_FILES, File
 from .threads import in_threads
 
 if TYPE_CHECKING:
+    from ..io.storage.base import Stored
     from .guard import Receive, Scope, Send
 
-ZEROCOPY = "http.response.zerocopysend"
-"""The extension of ASGI by which the system sends bytes of a file."""
+STORED = "lazyckpt.stored"
+"""An extension of ASGI: a message of this type is a part of a response's body, whose bytes are in an open file. The
+system sends them from there. ``message["stored"]`` is a `Stored`; parts of other types follow."""
 
 CONNECTIONS = 512  # with the files of a checkpoint they stay below the 1,024 that systems usually let a process open
 HEADERS = 256 << 10  # bytes; the name of a tensor may have 10,000 characters, of up to 12 bytes in an address
@@ -29,9 +30,7 @@ _PATIENCE = 20.0  # seconds in which a request has to come, from the first byte 
 _STALLED = 60.0  # seconds after which a client that takes nothing of its answer is given up
 _AT_ONCE = 2  # connections to which files are sent at the same time
 _STEP = 4 << 20  # bytes that a thread sends before it may serve another connection
-_READ = 1 << 20  # bytes that are read at a time from file systems whose files the system does not send
 _POLLED = 5  # milliseconds for which a thread waits for a client
-_NOT_SENT = frozenset((errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP))
 _FULL = f"The server has {CONNECTIONS} connections, and answers no more at the same time. Try again later.\n".encode()
 
 
@@ -71,7 +70,7 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            if sys.platform == "linux":
+            if SENDS_FILES:
                 self.app = partial(self._extended, self.app)
             if len(self.connections) > 2 * most:
                 transport.abort()
@@ -110,28 +109,29 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
 
         async def _extended(self, app: Any, scope: Scope, receive: Receive, send: Send) -> None:
             """Answer a request by an application that may let the system send bytes of a file."""
-            scope["extensions"] = {**scope.get("extensions", {}), ZEROCOPY: {}}
+            scope["extensions"] = {**scope.get("extensions", {}), STORED: {}}
             cycle = self.cycle
 
             async def sent(message: Any) -> None:
-                if message["type"] != ZEROCOPY:
+                if message["type"] != STORED:
                     await send(message)
                 elif not cycle.disconnected:
-                    await self._send_bytes(cycle, message["file"], message["offset"], message["count"])
+                    await self._send_stored(cycle, message["stored"])
 
             await app(scope, receive, sent)
 
-        async def _send_bytes(self, cycle: Any, file: int, offset: int, count: int) -> None:
+        async def _send_stored(self, cycle: Any, stored: Stored) -> None:
             self.transport.set_write_buffer_limits(0)
             await self.flow.drain()  # the transport buffers nothing that has to be sent before
             if cycle.disconnected:
                 return
+            offset, count = stored.offset, stored.nbytes
             self.conn.send_with_data_passthrough(Data(data=cast(bytes, _Counted(count))))
             out = os.dup(self.transport.get_extra_info("socket").fileno())  # the loop leaves others those of transports
             try:
                 while count and not cycle.disconnected:
                     try:
-                        done = await in_threads(threads, partial(_send, out, file, offset, min(count, _STEP)))
+                        done = await in_threads(threads, partial(_send, out, stored.file, offset, min(count, _STEP)))
                     except ConnectionError:
                         self.transport.abort()
                         return
@@ -192,15 +192,16 @@ def _set(future: asyncio.Future[None] | None) -> None:
         future.set_result(None)
 
 
-def _send(out: int, file: int, offset: int, count: int) -> int:
+def _send(out: int, file: File, offset: int, count: int) -> int:
     """Send bytes of a file as long as the client takes them at once; return how many. The system begins to read from
     the disk what is sent next. Raises EOFError if the file is shorter."""
-    os.posix_fadvise(file, offset, 2 * count, os.POSIX_FADV_WILLNEED)
+    if not (file.cached(offset + count - 1) and file.cached(offset + 2 * count - 1)):
+        file.prefetch(offset, 2 * count)
     done, waiting = 0, select.poll()
     waiting.register(out, select.POLLOUT)
     while done < count:
         try:
-            sent = _sent(out, file, offset + done, count - done)
+            sent = file.send(out, offset + done, count - done)
         except BlockingIOError:
             if not waiting.poll(_POLLED):
                 break
@@ -209,13 +210,3 @@ def _send(out: int, file: int, offset: int, count: int) -> int:
             raise EOFError("the file is shorter than it was")
         done += sent
     return done
-
-
-def _sent(out: int, file: int, offset: int, count: int) -> int:
-    """Send bytes of a file and return how many the connection takes now; 0 at the end of the file."""
-    try:
-        return os.sendfile(out, file, offset, count)
-    except OSError as e:
-        if e.errno not in _NOT_SENT:
-            raise
-        return os.write(out, os.pread(file, min(count, _READ), offset))

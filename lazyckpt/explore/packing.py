@@ -45,7 +45,9 @@ def pack(header: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> bytes
     order, little-endian. The header, with the 4 bytes before it, and each array are padded to a multiple of 8 bytes.
     ``header["arrays"]`` lists name, dtype ("float32"), shape, and offset from the end of the padded header, in bytes.
     """
-    table, parts, at = [], [], 0
+    table: list[dict[str, Any]] = []
+    parts: list[bytes | memoryview] = []
+    at = 0
     for name, array in arrays.items():
         data = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(-1).view(np.uint8).data
         table.append({"name": name, "dtype": array.dtype.name, "shape": list(array.shape), "offset": at})

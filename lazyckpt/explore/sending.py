@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..io.storage.base import Stored
 from .blocks import HELD, Blocks, Lease, Shared
-from .connections import ZEROCOPY
+from .connections import STORED
 from .threads import in_threads
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Streams:
         status = 200 if span is None else 206
         if request.method == "HEAD" or begin == end:
             return Response(status_code=status, headers=headers, media_type=file.type)
-        if ZEROCOPY in request.scope.get("extensions", ()):
+        if STORED in request.scope.get("extensions", ()):
             parts = self._parts(file, begin, end)
         else:
             parts = self.pieces(file, begin, end)
@@ -152,8 +152,7 @@ class Streams:
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async for part in self.body_iterator:
                     if isinstance(part, Stored):
-                        place = {"file": part.file.fd, "offset": part.offset, "count": part.nbytes}
-                        await send({"type": ZEROCOPY, **place, "more_body": True})
+                        await send({"type": STORED, "stored": part})
                         part.confirm()
                     else:
                         await send({"type": "http.response.body", "body": part, "more_body": True})

@@ -42,6 +42,9 @@ PLAIN = (
     | getattr(os, "O_NOINHERIT", 0)
 )
 _RESERVED_FROM = 1 << 20  # bytes; a smaller file is written in less time than its blocks are reserved in
+_READ = 1 << 20  # bytes that are read at a time of a file that the system cannot send
+# errors of file systems whose files the system cannot send
+_NOT_SENT = frozenset((errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP))
 _AHEAD = 128 << 10  # bytes; Linux reads no more than the device's read-ahead, by default this, per request
 NONBLOCK = getattr(os, "O_NONBLOCK", 0)  # opening a FIFO must not block
 OPEN = os.O_RDONLY | PLAIN | NONBLOCK
@@ -51,6 +54,7 @@ _fadvise = None if PORTABLE else getattr(os, "posix_fadvise", None)
 _VECTORS = 0 if PORTABLE or not hasattr(os, "pwritev") else 256  # buffers that one call writes; POSIX allows 16
 _POSITIONED = not PORTABLE and hasattr(os, "pread") and hasattr(os, "pwrite")
 # Whether files can be opened relative to an open directory, and open files removed and renamed.
+SENDS_FILES = _linux and hasattr(os, "sendfile")
 POSIX = not PORTABLE and os.open in os.supports_dir_fd and hasattr(os, "O_DIRECTORY") and hasattr(os, "O_NOFOLLOW")
 NOFOLLOW = os.O_NOFOLLOW if POSIX else 0
 DIRECTORY = os.O_RDONLY | PLAIN | os.O_DIRECTORY if POSIX else 0
@@ -143,6 +147,16 @@ class File:
         for at in range(offset, offset + nbytes, _AHEAD):
             _fadvise(self.fd, at, min(_AHEAD, offset + nbytes - at), os.POSIX_FADV_WILLNEED)
 
+    def send(self, out: int, offset: int, nbytes: int) -> int:
+        """Send bytes from ``offset`` on over a connection that does not block, where `SENDS_FILES` is true. Return how
+        many it takes now, 0 at the end of the file. Raises BlockingIOError if it takes none."""
+        try:
+            return os.sendfile(out, self.fd, offset, nbytes)
+        except OSError as e:
+            if e.errno not in _NOT_SENT:
+                raise
+            return os.write(out, os.pread(self.fd, min(nbytes, _READ), offset))
+
     def stat(self) -> os.stat_result:
         """Return the current status of the open file."""
         return os.fstat(self.fd)
@@ -179,7 +193,7 @@ def share_heap() -> None:
 
     This is for processes that run one program of ours: `lazyckpt serve` takes 30 MiB less.
     """
-    if _trim is not None and hasattr(_libc, "mallopt"):
+    if _libc is not None and _trim is not None and hasattr(_libc, "mallopt"):
         _libc.mallopt(_M_ARENA_MAX, 1)
 
 
