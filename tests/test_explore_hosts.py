@@ -105,6 +105,19 @@ def test_a_run_has_its_curves(tmp_path: Path) -> None:
         assert (array_in(found[drawn], "mean") == step).all()
 
 
+def test_a_step_that_is_gone_is_an_error_of_a_report(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        (tmp_path / f"run/step_{step}").mkdir(parents=True)
+        torch.save({"w": torch.ones(4, 4)}, tmp_path / f"run/step_{step}/model.pt")
+    run = lazyckpt.open_run(tmp_path / "run")
+    assert run.steps == (1, 2, 3)
+    (tmp_path / "run/step_1/model.pt").unlink()
+    run.report(tmp_path / "out.html")
+    failed, found = host_of(tmp_path / "out.html")["failures"], answers_in(tmp_path / "out.html")
+    assert {"1"} == {parameters(key.partition("?")[2])["step"] for key in failed if key.startswith("tensor/")}
+    assert any(key.startswith("tensor/tile") and "step=2" in key for key in found)
+
+
 def test_a_small_report_of_a_run_has_its_first_step(tmp_path: Path) -> None:
     for step in range(9):
         (tmp_path / f"run/step_{step}").mkdir(parents=True)

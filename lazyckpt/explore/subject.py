@@ -69,7 +69,9 @@ class Subject:
         if self.run is None:
             raise DataError("this explorer shows no run")
         kept: dict[int, View] = self.view.kept.get(_KEY, {})
-        found = kept.get(step) or self.run.at(step)
+        found = kept.get(step)
+        if found is None:
+            found = self.run.at(step)
         if next(iter(kept), None) != step:  # the steps that were asked for last are kept
             rest = [pair for pair in kept.items() if pair[0] != step]
             self.view.kept[_KEY] = dict([(step, found), *rest][:_KEPT])

@@ -17,7 +17,7 @@ from typing import Any
 from ...core.specs import kind_of
 from ...derive.arithmetic import difference
 from ...derive.sources import place_of
-from ...errors import TensorNotFoundError, printable
+from ...errors import LazyckptError, TensorNotFoundError, printable
 from ...inspect.architecture import layer_and_kind
 from ...inspect.diff import Difference, Status, diff
 from ...inspect.layers import arranged
@@ -233,7 +233,10 @@ def _report(subject: Subject) -> Iterator[Wanted]:
 def _of_pair(subject: Subject, pair: Mapping[str, str], level: int) -> Iterator[Wanted]:
     """Yield what a report holds of a comparison; ``pair`` has the parameters that name its two steps."""
     yield Wanted("compare", pair, level=level)
-    found = _pairs(subject, Query(pair))
+    try:
+        found = _pairs(subject, Query(pair))
+    except (LazyckptError, OSError):
+        return  # the answer says so
     rows: list[dict[str, Any]] = []
     low = 0
     while low < len(found.names):
