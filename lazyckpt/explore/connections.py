@@ -7,6 +7,7 @@ of the answer would use up the server's connections.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ..io.system import SENDS_FILES, File
-from .threads import in_threads
+from .threads import apart, in_threads
 
 if TYPE_CHECKING:
     from ..io.storage.base import Stored
@@ -31,6 +32,20 @@ _STALLED = 60.0  # seconds after which a client that takes nothing of its answer
 _AT_ONCE = 2  # connections to which files are sent at the same time
 _STEP = 4 << 20  # bytes that a thread sends before it may serve another connection
 _POLLED = 5  # milliseconds for which a thread waits for a client
+# errors of a connection, not of the file that is sent
+_LOST = frozenset(
+    getattr(errno, name)
+    for name in (
+        "EPIPE",
+        "ECONNRESET",
+        "ECONNABORTED",
+        "ENOTCONN",
+        "ETIMEDOUT",
+        "EHOSTUNREACH",
+        "ENETUNREACH",
+        "ENETDOWN",
+    )
+)
 _FULL = f"The server has {CONNECTIONS} connections, and answers no more at the same time. Try again later.\n".encode()
 
 
@@ -58,7 +73,7 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
     stalled
         Seconds after which a client that takes nothing of its answer is given up.
     """
-    from h11 import Data
+    from h11 import IDLE, Data
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     threads = ThreadPoolExecutor(_AT_ONCE, "lazyckpt sendfile")
@@ -99,6 +114,13 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
             self.cycle.keep_alive = False
             return True
 
+        def send_400_response(self, msg: str) -> None:
+            """Answer what is no HTTP. If it is the body of a request, the answer to the request ends."""
+            if self.conn.our_state is IDLE:
+                super().send_400_response(msg)
+            else:
+                self.transport.abort()
+
         def pause_writing(self) -> None:
             super().pause_writing()
             self._stalled = self.loop.call_later(stalled, self.transport.abort)
@@ -116,7 +138,7 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
                 if message["type"] != STORED:
                     await send(message)
                 elif not cycle.disconnected:
-                    await self._send_stored(cycle, message["stored"])
+                    await apart(self._send_stored(cycle, message["stored"]))
 
             await app(scope, receive, sent)
 
@@ -132,11 +154,13 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
                 while count and not cycle.disconnected:
                     try:
                         done = await in_threads(threads, partial(_send, out, stored.file, offset, min(count, _STEP)))
-                    except ConnectionError:
+                    except OSError as e:
+                        if e.errno not in _LOST:
+                            raise stored.failed(e) from e
                         self.transport.abort()
                         return
                     offset, count = offset + done, count - done
-                    if not done:
+                    if not done and not cycle.disconnected:
                         await self._until_writable(out)
             finally:
                 os.close(out)
@@ -194,7 +218,7 @@ def _set(future: asyncio.Future[None] | None) -> None:
 
 def _send(out: int, file: File, offset: int, count: int) -> int:
     """Send bytes of a file as long as the client takes them at once; return how many. The system begins to read from
-    the disk what is sent next. Raises EOFError if the file is shorter."""
+    the disk what is sent next. Raises OSError: of the file, or of the connection."""
     if not (file.cached(offset + count - 1) and file.cached(offset + 2 * count - 1)):
         file.prefetch(offset, 2 * count)
     done, waiting = 0, select.poll()
@@ -207,6 +231,6 @@ def _send(out: int, file: File, offset: int, count: int) -> int:
                 break
             continue
         if not sent:
-            raise EOFError("the file is shorter than it was")
+            raise OSError(errno.ENODATA, "the file is shorter than it was")
         done += sent
     return done
