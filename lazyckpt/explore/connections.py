@@ -34,17 +34,7 @@ _STEP = 4 << 20  # bytes that a thread sends before it may serve another connect
 _POLLED = 5  # milliseconds for which a thread waits for a client
 # errors of a connection, not of the file that is sent
 _LOST = frozenset(
-    getattr(errno, name)
-    for name in (
-        "EPIPE",
-        "ECONNRESET",
-        "ECONNABORTED",
-        "ENOTCONN",
-        "ETIMEDOUT",
-        "EHOSTUNREACH",
-        "ENETUNREACH",
-        "ENETDOWN",
-    )
+    (errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
 )
 _FULL = f"The server has {CONNECTIONS} connections, and answers no more at the same time. Try again later.\n".encode()
 
