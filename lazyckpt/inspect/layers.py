@@ -64,7 +64,7 @@ def _counts(texts: Iterable[str]) -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Relative:
-    """A quantity of all tensors, in a unit for each kind. Colours then show how layers differ, whatever the kinds' sizes.
+    """A quantity of all tensors, in a unit for each kind, so that colours show how the layers of a kind differ.
 
     Attributes
     ----------
