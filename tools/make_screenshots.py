@@ -260,7 +260,7 @@ def draw_explore_ranks(folder: Path, target: Path) -> None:
         archive.extractall(folder, filter="data")
     (folder / "megatron_3d_even_dp2" / "ckpt").rename(folder / "gpt-3d")
     next(folder.glob("gpt-3d/*/bf16_zero_pp_rank_1_mp_rank_02_optim_states.pt")).unlink()
-    shoot_explorer(folder, "gpt-3d", "ranks", target, 1000)
+    shoot_explorer(folder, "gpt-3d", "ranks", target, 770)
 
 
 def draw_explore_optimizer(folder: Path, target: Path) -> None:

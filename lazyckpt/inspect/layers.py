@@ -64,7 +64,7 @@ def _counts(texts: Iterable[str]) -> Mapping[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Relative:
-    """A quantity of all tensors, each kind in a unit of its own, so that kinds of other sizes have the same colours.
+    """A quantity of all tensors, in a unit for each kind, so that colours show how the layers of a kind differ.
 
     Attributes
     ----------
@@ -90,7 +90,7 @@ _LEAST = math.log2(1.5)  # end of the scale of colours, at least: half as much a
 
 
 def _limit_of(powers: Values) -> float:
-    """Return the largest deviation, but so that an outlier does not flatten the rest."""
+    """Return the end of the scale of colours: the largest deviation, or less if it is an outlier."""
     found = np.abs(powers[np.isfinite(powers)])
     if not found.size:
         return _LEAST
@@ -130,7 +130,7 @@ class Layers:
         return kind_labels(self.kinds)
 
     def relative(self) -> Relative:
-        """Return the values of each kind in a unit of its own: what colours of layers show."""
+        """Return the values of each kind in the unit of that kind, which colours of layers show."""
         every = np.column_stack([self.values, [self.alone.get(kind, math.nan) for kind in self.kinds]])
         every = np.where(np.isfinite(every) & (every != 0), np.abs(every), math.nan)
         units = np.full(len(self.kinds), math.nan)

@@ -25,7 +25,7 @@ export function useExplorer(): Context {
   return found;
 }
 
-/** A parameter of the link that has a value at first, and what changes it: for choices that a link has to show. */
+/** The value of a parameter of the link, and a function that changes it; `first` is the value without the parameter. */
 export function useParam(name: string, first: string): [string, (value: string) => void] {
   const { route, go } = useExplorer();
   return [route.params[name] ?? first, (value) => go({ [name]: value === first ? undefined : value }, undefined, true)];

@@ -16,7 +16,7 @@ export interface Page {
   id: string;
   title: string;
   component: ComponentType;
-  /** Parameter of the page -> the shared parameters without which it says nothing: see `arrival`. */
+  /** Parameter of the page -> the shared parameters that it depends on: see `arrival`. */
   bound?: Record<string, readonly string[]>;
   /** Whether a subject has this page. */
   shown(about: About): boolean;

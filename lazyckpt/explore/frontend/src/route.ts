@@ -30,7 +30,7 @@ type Params = Record<string, string | undefined>;
  *
  * @param left the parameters of the page when it was left, if one was there before
  * @param shared the parameters that all pages share, as they are now
- * @param bound parameter of the page -> the shared parameters without which it says nothing, such as a part of a tensor
+ * @param bound parameter of the page -> the shared parameters that it depends on: a part of a tensor depends on the name
  */
 export function arrival(left: Params | undefined, shared: Params, given: Params, bound: Record<string, readonly string[]>): Params {
   const next = { ...shared, ...given };

@@ -11,11 +11,11 @@ export interface Transport {
   readonly live: boolean;
   /** Whether a request can be answered. */
   holds(path: string, params: Params): boolean;
-  /** Calls when nobody answers any more, and when somebody does again; answers what ends the calls. */
+  /** Calls `changed` when the server or kernel stops to answer, and when it answers again. Returns a function that ends the calls. */
   onSilence?(changed: (silent: boolean) => void): () => void;
 }
 
-/** Those who want to know whether requests are answered. */
+/** Listeners that are told whether requests are answered. */
 export class Silence {
   private readonly listeners = new Set<(silent: boolean) => void>();
 
@@ -94,7 +94,7 @@ export class HttpTransport implements Transport {
     return this.silence.listen(changed);
   }
 
-  /** What a server answers, or undefined if it cannot be reached. */
+  /** The answer of the server; undefined if the server cannot be reached. */
   private async answer(url: string, signal: AbortSignal | undefined): Promise<{ ok: boolean; status: number; body: ArrayBuffer } | undefined> {
     const headers: Record<string, string> = this.token ? { Authorization: `Bearer ${this.token}` } : {};
     try {

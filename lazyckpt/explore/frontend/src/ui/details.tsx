@@ -1,10 +1,10 @@
-// What is folded until one asks for it; the link says whether it is open.
+// A section that opens and closes; the link says whether it is open.
 
 import type { ComponentChildren } from "preact";
 import { useParam } from "../context";
 
 interface Props {
-  /** Identifies it on its page, in links. */
+  /** Identifies the section on its page, in links. */
   id: string;
   summary: ComponentChildren;
   /** Whether it is open at first. */

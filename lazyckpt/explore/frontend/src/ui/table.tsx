@@ -22,7 +22,7 @@ export interface Column<T> {
   width?: string;
   /** Numbers stand at the right side. */
   number?: boolean;
-  /** Whether the column is a picture of another one: it is not in the CSV. */
+  /** Whether the column only draws another one; the CSV leaves it out. */
   picture?: boolean;
   /** Explains the column. */
   hint?: string;
@@ -34,7 +34,7 @@ export interface Sort {
 }
 
 interface Props<T> {
-  /** Identifies the table on its page, in links, which say how it is sorted. */
+  /** Identifies the table on its page, in links: they say how it is sorted. */
   id: string;
   columns: Column<T>[];
   rows: readonly T[];
