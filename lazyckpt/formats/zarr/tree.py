@@ -249,6 +249,10 @@ def _walk(tree: Tree, found: Nodes) -> None:
         level = [child for folder in level for child in below[folder]]
         seen += len(level)
         if not level:
+            # threads found them in any order
+            found.arrays = {path: found.arrays[path] for path in sorted(found.arrays)}
+            found.attributes = {path: found.attributes[path] for path in sorted(found.attributes)}
+            found.damaged = {path: found.damaged[path] for path in sorted(found.damaged)}
             return
         if seen > _MANY:
             break
