@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import lazyckpt
 from lazyckpt import CorruptError, DataError, FormatError, MissingFileError
 from lazyckpt.core.dtypes import dtype_of
 from lazyckpt.core.extents import Extent
+from lazyckpt.formats.zarr import tree
 from lazyckpt.formats.zarr.metadata import fill_bytes
 from lazyckpt.testing import contract
 from lazyckpt.testing.contract import Check
@@ -499,3 +500,20 @@ def test_attributes_and_names(tmp_path: Path) -> None:
         assert len(view) == 2 and "a.b" in view
         assert any(line.code == "duplicate-tensor" for line in view.problems)
         assert view.meta["attributes"] == {"": {"title": "here"}, "a/b": {"unit": "m"}, "a.b": {"unit": "m"}}
+
+
+def test_the_order_of_names_is_that_of_the_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that in which threads have read the documents."""
+
+    def backwards(do: Callable[[Any], None], items: Sequence[Any]) -> None:
+        for one in reversed(items):
+            do(one)
+
+    group = zarr.open_group(tmp_path / "z", mode="w", zarr_format=2)
+    for name in ("c", "a/y", "a/x", "b"):
+        group.create_array(name, data=np.arange(3))
+    monkeypatch.setattr(tree, "each", backwards)
+    view = lazyckpt.open(tmp_path / "z", cache=False)
+    assert list(view) == ["b", "c", "a.x", "a.y"]
+    documents = [path for path in view.files if path.endswith((".zarray", ".zgroup"))]
+    assert documents == sorted(documents)

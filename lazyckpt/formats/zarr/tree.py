@@ -200,6 +200,12 @@ class Nodes:
     damaged: dict[str, str] = field(default_factory=dict)
     """Path of a node that cannot be read -> reason."""
 
+    def update(self, other: Nodes) -> None:
+        """Add the nodes of another part of the hierarchy."""
+        self.arrays |= other.arrays
+        self.attributes |= other.attributes
+        self.damaged |= other.damaged
+
 
 def nodes(tree: Tree) -> Nodes:
     """Read the nodes of a hierarchy. Raises CorruptError."""
@@ -228,25 +234,29 @@ def nodes(tree: Tree) -> Nodes:
                 found.attributes[folder] = _object(listed.get(posixpath.join(folder, ".zattrs")) or {}, where)
         return found
     _walk(tree, found)
+    tree.documents = dict(sorted(tree.documents.items()))  # threads added them
     return found
 
 
 def _walk(tree: Tree, found: Nodes) -> None:
     level, seen = [""], 0
     for _ in range(_DEPTH):
-        below: dict[str, list[str]] = {}
+        below: dict[str, tuple[Nodes, list[str]]] = {}
         tree.announce(level)
 
-        def visit(folder: str, below: dict[str, list[str]] = below) -> None:
+        def visit(folder: str, below: dict[str, tuple[Nodes, list[str]]] = below) -> None:
+            own = Nodes(found.root)
             try:
-                below[folder] = _visit(tree, folder, found)
+                below[folder] = own, _visit(tree, folder, own)
             except CorruptError as e:
                 if not folder:
                     raise
-                found.damaged[folder], below[folder] = str(e), []
+                own.damaged[folder], below[folder] = str(e), (own, [])
 
         each(visit, level)
-        level = [child for folder in level for child in below[folder]]
+        for folder in level:  # in this order, whichever thread was first
+            found.update(below[folder][0])
+        level = [child for folder in level for child in below[folder][1]]
         seen += len(level)
         if not level:
             return
