@@ -46,7 +46,7 @@ class Written:
 
     def __str__(self) -> str:
         more = f", {self.left_out:,} or more left out to keep to the limits" if self.left_out else ""
-        return f"{self.path}: {human_bytes(self.nbytes)}, {self.answers:,} answers{more}"
+        return f"{self.path}: {human_bytes(self.nbytes)}, {self.answers:,} pictures and tables{more}"
 
 
 def report(
