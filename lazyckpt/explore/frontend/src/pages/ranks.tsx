@@ -42,7 +42,7 @@ export function RanksPage() {
       <Figure
         title={grid.isMesh ? "Ranks" : "Files"}
         name="ranks"
-        note={`${grid.isMesh ? meshText(found.mesh) : `${counted(found.files_in_all, "file")}; the checkpoint names no ranks`}; colours are ${of === "bytes" ? "bytes of elements" : `numbers of ${of}`}`}
+        note={`${grid.isMesh ? meshText(found.mesh) : `${counted(found.files_in_all, "file")}, not grouped by rank`}; colours are ${of === "bytes" ? "bytes of elements" : `numbers of ${of}`}`}
         tools={
           <>
             <span role="group" aria-label="of" class="choices">

@@ -1,4 +1,4 @@
-// The ranks of a mesh in rows and columns, or the files of a checkpoint that names no ranks.
+// The ranks of a mesh in rows and columns, or the files of a checkpoint, if their ranks are not known.
 
 import { natural } from "../tree/nodes";
 
