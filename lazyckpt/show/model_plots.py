@@ -394,7 +394,9 @@ def _rank_notes(found: Ranks, known: Sequence[RankHeld]) -> list[str]:
 def _draw_files(found: Ranks, ax: Axes | None, quantity: str) -> Axes:
     """Draw the bytes or the tensors of each file as bars, where the ranks of files are not known."""
     if quantity == "files":
-        raise DataError("the ranks of the files are not known, so files of a rank cannot be counted: take 'bytes' or 'tensors'")
+        raise DataError(
+            "the ranks of the files are not known, so files of a rank cannot be counted: take 'bytes' or 'tensors'"
+        )
     size = {path: one.nbytes if quantity == "bytes" else one.tensors for path, one in found.files.items()}
     held = sorted((one for one in found.files.values() if one.nbytes), key=lambda one: -size[one.path])
     if not held:
