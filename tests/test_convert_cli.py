@@ -413,6 +413,16 @@ def test_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
     assert capfd.readouterr().err == ""
 
 
+def test_quick_work_leaves_no_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for show, found in ((None, False), (True, True)):
+        with progress.Bar(10, "out", show) as bar:
+            bar.add(10)
+        assert ("100%" in capsys.readouterr().err) == found
+
+
 def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quick work shows nothing; long work a line, which is empty in the end."""
     shown: list[str] = []
