@@ -208,7 +208,7 @@ export function Legend({ low, high, log = false, colour, format = shortNumber, t
   if (!Number.isFinite(low) || !Number.isFinite(high)) return null;
   const stops = Array.from({ length: 17 }, (_, n) => colour(n / 16)).join(",");
   const scale = unit > 1 && high > 0 ? unit ** Math.floor(Math.log(high) / Math.log(unit)) : 1;
-  const marks = high > low ? (log ? logTicks(low, high, 5) : ticks(low / scale, high / scale, 4).map((n) => n * scale)) : [low];
+  const marks = high > low ? (log ? logTicks(low, high, 5) : roundMarks(low / scale, high / scale).map((n) => n * scale)) : [low];
   const share = (v: number) => (high <= low ? 0.5 : log ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low));
   const apart = marks.reduce<number[]>((kept, one) => (kept.length && share(one) - share(kept[kept.length - 1]!) < APART ? kept : [...kept, one]), []);
   return (
@@ -223,6 +223,12 @@ export function Legend({ low, high, log = false, colour, format = shortNumber, t
       </div>
     </div>
   );
+}
+
+/** About four round numbers; more, if these are fewer than two besides 0. */
+function roundMarks(low: number, high: number): number[] {
+  const found = ticks(low, high, 4);
+  return found.filter((n) => n !== 0).length > 1 ? found : ticks(low, high, 8);
 }
 
 const NEAR = 0.01;
