@@ -172,6 +172,11 @@ def test_a_wrapped_tensor_equals_numpy(
     compare(found, padded.reshape(height, wrap, 1))
 
 
+def test_a_window_behind_the_last_element_is_empty(tmp_path: Path) -> None:
+    found = pooled(saved(torch.ones(5), tmp_path), 4, 4, wrap=4, window=((1, 2), (2, 4)))
+    assert found.read == found.count.sum() == 0 and np.isnan(found.mean).all() and found.mean.shape == (1, 2)
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 4, 2), (1,)])
 def test_small_and_empty_tensors(shape: tuple[int, ...], tmp_path: Path) -> None:
     tensor = torch.full(shape, 2.5)
@@ -276,7 +281,7 @@ def test_a_sample_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("across", [False, True])
 def test_a_sample_has_some_columns_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, across: bool) -> None:
-    monkeypatch.setattr(planes, "_SAMPLE", 40_000)
+    monkeypatch.setattr(planes, "SAMPLE", 40_000)
     values = torch.arange(150_000.0).reshape(3, 50_000)
     torch.save({"w": values.T.contiguous() if across else values}, tmp_path / "w.pt")
     view, counts = opened(tmp_path / "w.pt")

@@ -540,10 +540,6 @@ def test_dark(tmp_path: Path) -> None:
         assert ax.title.get_color() == face.ink and ax.get_facecolor() == matplotlib.colors.to_rgba(face.paper)
 
 
-# -- without matplotlib
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "agg"])
 def test_a_notebook_shows_a_figure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """The inline backend shows what is open when the cell ends, so the value of a cell is no longer open."""
@@ -556,6 +552,10 @@ def test_a_notebook_shows_a_figure_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert plt.fignum_exists(figure.number) == (backend == "agg")
 
 
+# -- without matplotlib
+
+
+@pytest.mark.slow
 def test_without_matplotlib(tmp_path: Path) -> None:
     saved(tmp_path, {"w": torch.ones(3, 3)})
     program = f"""
