@@ -172,11 +172,6 @@ def test_a_wrapped_tensor_equals_numpy(
     compare(found, padded.reshape(height, wrap, 1))
 
 
-def test_a_window_behind_the_last_element_is_empty(tmp_path: Path) -> None:
-    found = pooled(saved(torch.ones(5), tmp_path), 4, 4, wrap=4, window=((1, 2), (2, 4)))
-    assert found.read == found.count.sum() == 0 and np.isnan(found.mean).all() and found.mean.shape == (1, 2)
-
-
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 4, 2), (1,)])
 def test_small_and_empty_tensors(shape: tuple[int, ...], tmp_path: Path) -> None:
     tensor = torch.full(shape, 2.5)

@@ -154,7 +154,7 @@ def pooled(
     fold_all(
         t, source, partial(_Cells.of, groups), merge, check, executor, memory, CELL * len(spans[0]) * len(spans[1])
     )
-    cells = cells or _Cells(groups, *spans)  # nothing is read of a window behind the last element
+    cells = cells or _Cells(groups, *spans)  # the end of a wrapped tensor may have no elements
     count = source.counts(groups.edges)
     finite = count if cells.nan is None or cells.inf is None else count - cells.nan - cells.inf
     some = finite > 0
