@@ -276,7 +276,7 @@ def test_a_sample_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("across", [False, True])
 def test_a_sample_has_some_columns_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, across: bool) -> None:
-    monkeypatch.setattr(planes, "_SAMPLE", 40_000)
+    monkeypatch.setattr(planes, "SAMPLE", 40_000)
     values = torch.arange(150_000.0).reshape(3, 50_000)
     torch.save({"w": values.T.contiguous() if across else values}, tmp_path / "w.pt")
     view, counts = opened(tmp_path / "w.pt")
