@@ -63,6 +63,7 @@ class TensorPlots:
         window: tuple[tuple[int, int], tuple[int, int]] | None = None,
         scale: Literal["linear", "symlog", "quantile"] = "linear",
         full: bool = False,
+        limits: tuple[float, float] | None = None,
         exact: bool = True,
         ax: Axes | None = None,
     ) -> Axes:
@@ -89,6 +90,8 @@ class TensorPlots:
         full
             Whether colours end at the least and the greatest element; by default at the 0.5th and the 99.5th percentile
             of the cells. If these have different signs, zero is in the middle.
+        limits
+            The values at which colours end, in place of those that ``full`` chooses; not for "quantile".
         exact
             False reads about 32 MiB of what is larger, spread over it.
         ax
@@ -100,7 +103,9 @@ class TensorPlots:
             If the arguments do not fit the tensor, the elements are no numbers, or matplotlib is not installed. Errors
             of reading are raised, too.
         """
-        return heatmap(self._tensor, pool, cells, dims, at, exact, ax, window=window, scale=scale, full=full)
+        return heatmap(
+            self._tensor, pool, cells, dims, at, exact, ax, window=window, scale=scale, full=full, limits=limits
+        )
 
     def row_norms(self, *, ax: Axes | None = None) -> Axes:
         """Plot the L2 norm of every row: of the slices along the last dimension but one.
