@@ -150,6 +150,11 @@ def test_pooling_equals_numpy(case: Any) -> None:
         np.testing.assert_allclose(side, truths, rtol=1e-12)
 
 
+def test_a_window_behind_the_end_of_a_wrapped_tensor_is_empty(tmp_path: Path) -> None:
+    found = pooled(saved(torch.ones(49), tmp_path), 1, 1, wrap=48, window=((1, 2), (1, 2)))
+    assert found.count.tolist() == [[0]] and np.isnan(found.mean).all() and found.read == 0
+
+
 @settings(max_examples=rounds(40), deadline=None)
 @given(
     st.integers(1, 200), st.data(), st.sampled_from([torch.float32, torch.bfloat16, FP4]), st.booleans(),
@@ -205,7 +210,7 @@ def test_outliers_and_histograms_equal_numpy(dtype: torch.dtype, tmp_path: Path)
         assert one.exact
         assert one.counts.sum() == good.size
         assert (one.moments.low, one.moments.high) == (good.min(), good.max())
-        np.testing.assert_allclose(one.l2, np.linalg.norm(good), rtol=1e-12)
+        np.testing.assert_allclose(one.moments.l2, np.linalg.norm(good), rtol=1e-12)
         if not log:
             np.testing.assert_array_equal(one.counts, np.histogram(good, one.edges)[0])
         else:
@@ -276,7 +281,7 @@ def test_a_sample_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("across", [False, True])
 def test_a_sample_has_some_columns_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, across: bool) -> None:
-    monkeypatch.setattr(planes, "_SAMPLE", 40_000)
+    monkeypatch.setattr(planes, "SAMPLE", 40_000)
     values = torch.arange(150_000.0).reshape(3, 50_000)
     torch.save({"w": values.T.contiguous() if across else values}, tmp_path / "w.pt")
     view, counts = opened(tmp_path / "w.pt")

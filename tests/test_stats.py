@@ -597,12 +597,12 @@ def test_shell_json_and_csv(model: Path) -> None:
     found = json.loads(shell(model, "--json", "--bins", "3"), parse_constant=refuse)
     table = view.stats(bins=3)
     assert found["tensors"] == table.as_dicts() and found["total"]["nan"] == 1
-    torch.save({"w": torch.tensor([math.nan]), "v": torch.tensor([1e200, 1e200], dtype=torch.float64)}, model)
+    torch.save({"w": torch.tensor([math.nan]), "v": torch.tensor([1.5e308, 1.5e308], dtype=torch.float64)}, model)
     nothing, large = json.loads(shell(model, "--json"), parse_constant=refuse)["tensors"]
     assert nothing["mean"] is None and large["l2"] == "Infinity"
     lines = shell(model, "--csv").splitlines()
     assert lines[0].split(",")[:4] == ["name", "dtype", "shape", "count"]
-    assert lines[2].startswith("v,float64,2,2,0,0,0,0,1e+200,")
+    assert lines[2].startswith("v,float64,2,2,0,0,0,0,1.5e+308,")
 
 
 @pytest.mark.slow

@@ -51,12 +51,14 @@ class Moments:
     exponent: int = 0
 
     @classmethod
-    def of_std(cls, tallies: tuple[int, int, int, int, int], mean: float, std: float, *rest: float) -> Moments:
-        """Return moments from a standard deviation; ``rest``: ``l1``, ``low`` and ``high`` of finite elements."""
+    def of_std(
+        cls, tallies: tuple[int, int, int, int, int], mean: float, std: float, l1: float, low: float, high: float
+    ) -> Moments:
+        """Return moments from a standard deviation, in place of ``m2``."""
         exponent = exponent_of(max(std, abs(mean)))
         finite = tallies[0] - sum(tallies[1:4])
         unit = scaled(std, -exponent)
-        return cls(*tallies, mean, unit * unit * finite, *rest, exponent)
+        return cls(*tallies, mean, unit * unit * finite, l1, low, high, exponent)
 
     @property
     def std(self) -> float:

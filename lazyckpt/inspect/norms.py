@@ -170,8 +170,8 @@ class _Squares:
 def _exponents(numbers: Array, starts: Sequence[Array]) -> Array | None:
     """Return the exponents of groups of finite numbers, as `moments.exponent_of`; None if all are 0."""
     largest = np.maximum(reduced(np.maximum, numbers, starts), -reduced(np.minimum, numbers, starts))
-    found: Array = np.frexp(largest)[1]
-    found[np.abs(found) <= WIDE] = 0
+    exponents = np.frexp(largest)[1]
+    found: Array = np.where(np.abs(exponents) > WIDE, exponents, 0)
     return found if found.any() else None
 
 

@@ -113,7 +113,7 @@ export function Grid(props: Props) {
         const sign = mark?.(r, c);
         if (sign) {
           cells.push(
-            <text key={`m${r * columns.length + c}`} class="grid-mark" x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
+            <text key={`m${r * columns.length + c}`} class={`grid-mark${shown(value) ? "" : " grid-mark-none"}`} x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
               {sign}
             </text>,
           );

@@ -91,14 +91,26 @@ function parts(of: Element, left: number, top: number): Element[] {
       found.push(moved(copied(node), area.left - left, area.top - top));
     } else if (node instanceof Element) {
       found.push(...parts(node, left, top));
-    } else if (node.textContent?.trim()) {
-      const range = document.createRange();
-      range.selectNode(node);
-      const area = range.getBoundingClientRect();
-      const style = getComputedStyle(of);
-      const look = { fill: style.color, "font-family": style.fontFamily, "font-size": style.fontSize, "dominant-baseline": "central" };
-      found.push(element("text", { x: area.left - left, y: area.top + area.height / 2 - top, ...look }, node.textContent.trim()));
+    } else if (node instanceof Text) {
+      const { color, fontFamily, fontSize } = getComputedStyle(of);
+      const look = { fill: color, "font-family": fontFamily, "font-size": fontSize, "dominant-baseline": "central" };
+      for (const { text, area } of linesIn(node)) found.push(element("text", { x: area.left - left, y: area.top + area.height / 2 - top, ...look }, text));
     }
+  }
+  return found;
+}
+
+/** The lines of a text as the page breaks it, and where each begins. */
+function linesIn(node: Text): { text: string; area: DOMRect }[] {
+  const found: { text: string; area: DOMRect }[] = [];
+  for (const word of node.data.matchAll(/\S+/g)) {
+    const range = document.createRange();
+    range.setStart(node, word.index);
+    range.setEnd(node, word.index + word[0].length);
+    const area = range.getBoundingClientRect();
+    const last = found[found.length - 1];
+    if (last && Math.abs(last.area.top - area.top) < area.height / 2) last.text += ` ${word[0]}`;
+    else found.push({ text: word[0], area });
   }
   return found;
 }
