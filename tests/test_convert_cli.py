@@ -405,8 +405,8 @@ def test_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
             now[0] += 4.0
             bar.add(1 << 30)
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "out: 3%, 3.00GB of 100GB in 00:12, 256MB/s, 06:28 left"
-    assert len(lines) == 34 and lines[-1] == "out: 100GB in 06:40, 256MB/s"
+    assert lines[0] == "out: 3%, 3.0 GiB of 100.0 GiB in 00:12, 256.0 MiB/s, 06:28 left"
+    assert len(lines) == 34 and lines[-1] == "out: 100.0 GiB in 06:40, 256.0 MiB/s"
     with pytest.raises(ValueError, match="stop"), progress.Bar(10, "out", True) as bar:
         bar.add(5)
         raise ValueError("stop")
@@ -436,7 +436,7 @@ def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
                 now[0] += seconds
                 bar.add(1 << 20)
         assert len(shown) == count
-    assert "&lt;b&gt;: 20%, 2.00MB of 10.0MB" in shown[0] and shown[-1] == ""
+    assert "&lt;b&gt;: 20%, 2.0 MiB of 10.0 MiB" in shown[0] and shown[-1] == ""
     with progress.Bar(10, "x", False) as bar:
         bar.add(5)
     assert len(shown) == 9

@@ -134,7 +134,10 @@ def pooled(
     (r0, r1), (c0, c1) = span
     row_edges, col_edges = (even_cells(a, b, n) for (a, b), n in zip(span, (rows, cols), strict=True))
     if 0 in (r1 - r0, c1 - c0) or 0 in number_shape(t):
-        return _without_elements(plane, row_edges, col_edges)
+        empty = np.zeros((len(row_edges) - 1, len(col_edges) - 1))
+        nothing = np.full_like(empty, np.nan)
+        count = empty.astype(np.int64)
+        return Pixels(plane, row_edges, col_edges, nothing, nothing, nothing, count, None, None, True, 0)
     source = source_of(t, plane, span, row_edges, exact, col_edges)
     groups = Groups.of(source, row_edges, col_edges)
     spans = range(len(row_edges) - 1), range(len(col_edges) - 1)
@@ -151,8 +154,7 @@ def pooled(
     fold_all(
         t, source, partial(_Cells.of, groups), merge, check, executor, memory, CELL * len(spans[0]) * len(spans[1])
     )
-    if cells is None:  # the window is behind the last element of a wrapped tensor
-        return _without_elements(plane, row_edges, col_edges)
+    cells = cells or _Cells(groups, *spans)  # the end of a wrapped tensor may have no elements
     count = source.counts(groups.edges)
     finite = count if cells.nan is None or cells.inf is None else count - cells.nan - cells.inf
     some = finite > 0
@@ -164,13 +166,6 @@ def pooled(
         one += 0.0  # makes 0 of -0
     exact = source.complete
     return Pixels(plane, row_edges, col_edges, low, high, mean, count, cells.nan, cells.inf, exact, int(count.sum()))
-
-
-def _without_elements(plane: Plane, row_edges: Array, col_edges: Array) -> Pixels:
-    empty = np.zeros((len(row_edges) - 1, len(col_edges) - 1))
-    nothing = np.full_like(empty, np.nan)
-    count = empty.astype(np.int64)
-    return Pixels(plane, row_edges, col_edges, nothing, nothing, nothing, count, None, None, True, 0)
 
 
 # -- Cells.

@@ -8,13 +8,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from heapq import merge
 from itertools import accumulate
 from json import loads
 from math import inf, prod
 from typing import Any
 
-from ...core.specs import kind_of
+import numpy as np
+
+from ...core.columns import Kind
 from ...derive.arithmetic import difference
 from ...derive.sources import place_of
 from ...errors import LazyckptError, TensorNotFoundError, printable
@@ -23,6 +26,7 @@ from ...inspect.diff import Difference, Status, diff
 from ...inspect.layers import arranged
 from ...lazy import LazyArray
 from ...show.differences import changed_prefix
+from ...show.outline import outline
 from ..choice import picture_values
 from ..lines import compared
 from ..query import Query
@@ -187,12 +191,13 @@ def _pairs(subject: Subject, query: Query) -> _Pairs:
     rows: list[Difference] = []
     sizes = [0]
     where: dict[str, tuple[str, int | None]] = {}
+    sides = [{} if view is None else _kinds(view) for view in (a, b)]
     for n, name in enumerate(names):
         if n % _EVERY == 0:
             query.check()
         layer, kind = layer_and_kind(name)
         where[name] = kind, layer
-        x, y = (_kind(view, name) for view in (a, b))
+        x, y = (kinds.get(name) for kinds in sides)
         status: Status
         if x is None or y is None:
             status = "only in a" if y is None else "only in b"
@@ -212,11 +217,21 @@ def _pairs(subject: Subject, query: Query) -> _Pairs:
     return found
 
 
-def _kind(view: View | None, name: str) -> Any:
-    return None if view is None or name not in view.full_names else kind_of(view.specs, view.owner(name))
+def _kinds(view: View) -> dict[str, Kind]:
+    """Return the shape and dtype of each tensor."""
+    found = outline(view)
+    kinds = dict(enumerate(found.kinds))
+    for n in np.flatnonzero(found.marks < 0).tolist():  # counted under another name
+        spec = found.spec(n)
+        kinds[~n] = spec.shape, spec.dtype
+    marks = found.marks.tolist()
+    return {
+        name: kinds[mark if mark >= 0 else ~n] for n, (name, mark) in enumerate(zip(found.names, marks, strict=True))
+    }
 
 
-def _text(kind: Any) -> str | None:
+@lru_cache(4096)
+def _text(kind: Kind | None) -> str | None:
     return None if kind is None else f"{kind[1].short}{list(kind[0])}"
 
 
