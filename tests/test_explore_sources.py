@@ -151,6 +151,10 @@ def test_pages_of_a_bucket_read_what_they_show(tmp_path: Path) -> None:
     assert explorer.answer("tensor/tile", {"name": "w", "rows": "64", "cols": "64"}).status == 200
     assert traffic.nbytes == 4 * MIB and not traffic.twice
     traffic.clear()
+    for path in ("tensor/histogram", "tensor/outliers", "tensor/norms", "tensor/values", "tensor/spectrum"):
+        assert explorer.answer(path, {"name": "w", "c1": "9", "r1": "9"}).status == 200
+    assert traffic.requests == 0  # it was read for the picture
+    explorer.forget()
     part = {"r0": "512", "r1": "768", "c0": "512", "c1": "768"}
     assert explorer.answer("tensor/tile", {"name": "w", "rows": "64", "cols": "64", **part}).status == 200
     assert traffic.nbytes <= 2 * 256 * 256 * 4

@@ -45,7 +45,8 @@ def tile(subject: Subject, query: Query) -> bytes:
         element, only ``mean``. ``nan`` and ``inf``: how many of the elements are so, as uint32; only if some are.
         Header: ``window``, ``exact``, ``read`` (elements), ``single`` (whether each cell is one element).
     """
-    return picture(subject.tensor(query), query)
+    part = any(name in query for name in ("at", "r0", "r1", "c0", "c1"))
+    return picture(subject.whole(query, not part), query)
 
 
 def picture(t: LazyArray, query: Query) -> bytes:
@@ -93,7 +94,7 @@ def histogram(subject: Subject, query: Query) -> dict[str, Any]:
         ``edges``, ``counts``; ``count``, ``nan``, ``posinf``, ``neginf``, ``zeros``, ``mean``, ``std``, ``min``,
         ``max``, ``absmax``, ``l1``, ``l2`` of the elements that were read; ``exact``, ``read`` (elements), ``total``.
     """
-    t = subject.tensor(query)
+    t = subject.whole(query)
     scale = query.one_of("scale", ("linear", "log"))
     bins = query.number("bins", 100, 1, 2000)
     found = histogram_of(t, bins, scale == "log", _exact(query, t.nbytes), query.check)
@@ -110,7 +111,7 @@ def norms(subject: Subject, query: Query) -> bytes:
     bytes
         The arrays ``rows`` and ``cols``, as float64; of groups of several the root mean square. Header: ``window``.
     """
-    t = subject.tensor(query)
+    t = subject.whole(query, "at" not in query)
     d = drawn(query, t)
     rows, cols = query.number("rows", 512, 1, SIDE), query.number("cols", 512, 1, SIDE)
     found = norms_of(t, rows, cols, dims=d.dims, at=d.at, wrap=d.wrap, window=d.window, check=query.check)
@@ -128,7 +129,7 @@ def spectrum(subject: Subject, query: Query) -> dict[str, Any]:
     dict
         ``values``. ``accuracy``: values below it are noise.
     """
-    t = subject.tensor(query)
+    t = subject.whole(query, "at" not in query)
     if t.ndim > 2:
         plane = drawn(query, t).plane
         left = [n for n in range(t.ndim) if n not in plane.at and n not in (plane.row_dim, plane.col_dim)]
@@ -152,7 +153,7 @@ def bits(subject: Subject, query: Query) -> dict[str, Any]:
         value of the exponent's bits; null for integers. ``distinct``: number of patterns. ``entropy``, in bits.
         ``common``: the 20 most frequent patterns as (pattern, count, value). ``count``: number of elements.
     """
-    found = bits_of(subject.tensor(query), query.check)
+    found = bits_of(subject.whole(query), query.check)
     order = np.argsort(-found.counts, kind="stable")[:20]
     layout = found.layout
     return {
@@ -180,7 +181,7 @@ def outliers(subject: Subject, query: Query) -> dict[str, Any]:
         ``largest`` and ``odd``: pairs of index and value. ``nan``, ``posinf``, ``neginf``: how many there are.
     """
     count = query.number("count", 20, 0, 1000)
-    found = outliers_of(subject.tensor(query), count, count, check=query.check)
+    found = outliers_of(subject.whole(query), count, count, check=query.check)
     return {
         "largest": [[list(i), v] for i, v in zip(found.indices, found.values, strict=True)],
         "odd": [[list(i), v] for i, v in zip(found.odd_indices, found.odd_values, strict=True)],
@@ -201,7 +202,7 @@ def table(subject: Subject, query: Query) -> dict[str, Any]:
     dict
         ``window``, and ``values``: a list of texts for each row. The last row of a wrapped tensor may be shorter.
     """
-    t = subject.tensor(query)
+    t = subject.whole(query, False)
     d = drawn(query, t)
     (r0, r1), (c0, c1) = d.window
     if max(r1 - r0, 1) * max(c1 - c0, 1) > _CELLS:
