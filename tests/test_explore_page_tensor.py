@@ -143,7 +143,8 @@ def test_states_are_side_by_side_with_one_window(browser: Browser, tmp_path: Pat
         for title in ("Ranks", "Tensor"):  # the page comes back as it was left
             browser.js(f"{tab.format(title)}.click()")
             until(browser, f"{tab.format(title)}.ariaCurrent === 'page'")
-        found = until(browser, f"(all => all.every(e => e.includes('window=((8, 24), (18, 54))')) && all)({lines})")
+        there = "all => all.length === 3 && all.every(e => e.includes('window=((8, 24), (18, 54))')) && all"
+        found = until(browser, f"({there})({lines})")
     plots = [eval(line.removeprefix("import lazyckpt; "), {"lazyckpt": lazyckpt}) for line in found]
     view = lazyckpt.open(tmp_path / "zero3")
     for plot, state in zip(plots, ("fp32", "exp_avg", "exp_avg_sq"), strict=True):

@@ -8,7 +8,7 @@ import type { Pair } from "./load";
 import type { Facts } from "../tensor/cards";
 import { askedStep } from "../parts/steps";
 import { colourTable, css } from "../ui/colours";
-import { limitsText, marksOf, scaleOf, type ScaleKind } from "../ui/colourscale";
+import { limitsText, marksOf, rounded, scaleOf, type ScaleKind } from "../ui/colourscale";
 import { useDark } from "../ui/dark";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
@@ -61,7 +61,7 @@ function Picture({ facts, pair, steps }: Omit<Props, "name"> & { facts: Facts })
     const values = (seen ?? all)?.values ?? new Float64Array(0);
     // zero is in the middle, also if all differences have one sign
     const most = values.length ? Math.max(Math.abs(values[0]!), Math.abs(values[values.length - 1]!)) || 1 : 1;
-    return scaleOf(values, kind, "full", [-most, most]);
+    return rounded(scaleOf(values, kind, "full", [-most, most]), values);
   }, [all, seen, kind]);
   const dark = useDark();
   const table = useMemo(() => colourTable(dark ? "signedDark" : "signed"), [dark]);

@@ -8,7 +8,7 @@ import { Cards, type Facts } from "../tensor/cards";
 import { besideKey, besideOf, besideText, choicesOf, exchanged, toggled, type Choice, type Shown } from "../tensor/states";
 import { colourTable, css } from "../ui/colours";
 import { useDark } from "../ui/dark";
-import { limitsOf, limitsText, marksOf, scaleOf, type ScaleKind } from "../ui/colourscale";
+import { limitsOf, limitsText, marksOf, rounded, scaleOf, type ScaleKind } from "../ui/colourscale";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { HeatMap, Link, type How, type Mark, type Outline, type Values } from "../ui/heatmap";
@@ -280,7 +280,9 @@ function Picture({ facts, plane, common, marks, lines, among, setLimits }: Pictu
   const scale = useMemo(() => {
     const { values, low, high } = cells ?? NONE;
     const full: [number, number] = how === "absmax" ? [0, Math.max(-low, high)] : [low, high];
-    return held ? scaleOf(values, kind, "full", held) : scaleOf(values, kind, range, full, how === "absmax");
+    if (held) return scaleOf(values, kind, "full", held);
+    const found = scaleOf(values, kind, range, full, how === "absmax");
+    return seen ? rounded(found, values) : found;
   }, [cells, kind, range, how, params["limits"]]);
   const limits = api.live && (seen || held) ? limitsText(scale) : undefined;
   useEffect(() => setLimits(limits), [limits]); // the line of Python has these colours

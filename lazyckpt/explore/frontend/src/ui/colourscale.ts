@@ -97,9 +97,19 @@ export function marksOf(scale: Scale): { at: number; text: string }[] {
   return marks[0]!.text === marks[4]!.text ? [marks[2]!] : marks; // all values are the same
 }
 
-/** The ends of the colours as text; undefined where colours have none: by rank, or around a single value. */
+/** The ends of the colours as text, rounded; undefined where colours have none: by rank, or around a single value. */
 export function limitsText({ kind, low, high, signed }: Scale): string | undefined {
-  return kind === "quantile" || signed !== (low < 0 && high > 0) ? undefined : `${low},${high}`;
+  if (kind === "quantile" || signed !== (low < 0 && high > 0)) return undefined;
+  const step = 10 ** Math.floor(Math.log10(high - low) - 3);
+  const round = (x: number) => Number((Math.round(x / step) * step).toPrecision(12));
+  const [a, b] = [round(low), round(high)];
+  return Number.isFinite(b - a) && Math.abs(b - a - (high - low)) < 3 * step ? `${a},${b}` : `${low},${high}`;
+}
+
+/** A scale whose ends are those that its text says. */
+export function rounded(scale: Scale, sorted: ArrayLike<number>): Scale {
+  const limits = limitsOf(limitsText(scale));
+  return limits ? scaleOf(sorted, scale.kind, "full", limits) : scale;
 }
 
 /** The ends of the colours that a text says. */

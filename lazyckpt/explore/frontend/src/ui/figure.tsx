@@ -54,10 +54,10 @@ export function SaveButtons({ of, name, head, legend }: SaveProps) {
     </button>
   );
   return (
-    <>
+    <span class="figure-save">
       {button("PNG", savePng)}
       {button("SVG", saveSvg)}
-    </>
+    </span>
   );
 }
 

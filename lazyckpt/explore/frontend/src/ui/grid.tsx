@@ -81,6 +81,7 @@ export function Grid(props: Props) {
   const rowStep = every(rows.length, cell.h, LABELS + 2);
   const columnStep = every(columns.length, cell.w, 8 + 6.2 * Math.max(...columns.map((c) => c.length), 1));
   const scale = svg.current ? svg.current.getBoundingClientRect().width / box.w : 1;
+  const beyond = !!props.range && Array.from(values).some((value) => value < low || value > high);
   // cells that are nearly alike have one quiet colour; numbers stand in the cells if they are asked for and fit
   const quiet = alike(values);
   const texts = numbers || quiet ? Array.from(values, (value) => (shown(value) ? (typeof numbers === "function" ? numbers(value) : format(value)) : "")) : [];
@@ -186,7 +187,7 @@ export function Grid(props: Props) {
           {legend}: {[...new Set([format(quiet[0]), format(quiet[1])])].join(" to ")}
         </p>
       ) : (
-        <LegendOf {...{ low, high, log, colour, format, title: legend, unit: props.unit }} />
+        <LegendOf {...{ low, high, log, colour, format, title: beyond ? `${legend}; beyond, the colour of the end` : legend, unit: props.unit }} />
       )}
     </div>
   );

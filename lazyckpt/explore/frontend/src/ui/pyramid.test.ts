@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { limitsOf, limitsText, scaleOf } from "./colourscale";
+import { limitsOf, limitsText, rounded, scaleOf } from "./colourscale";
 import { cellText } from "./heatmap";
 import { seenOf } from "./seen";
 import { around, partOf, partText, rootTile, tilesFor, whole, within, zoomed } from "./pyramid";
@@ -44,6 +44,12 @@ test("scales map values to colours and back", () => {
   assert.equal(scaleOf(values, "quantile", "full").position(2), 2 / 3);
   assert.ok(Math.abs(scaleOf([1, 1], "linear", "robust").position(1) - 0.5) < 1e-6);
   assert.deepEqual(limitsOf(limitsText(scaleOf(values, "linear", "robust"))), [-2.985, 2.985]);
+  for (const [a, b] of [[-0.0630004882, 0.0630004882], [1.00000123, 1.00000456], [-1e-310, 1e-310], [3e300, 4.4444e300], [0, 1 / 3]] as const) {
+    const scale = scaleOf([a, b], "linear", "full");
+    const [low, high] = limitsOf(limitsText(scale))!;
+    assert.ok(Math.abs(low - a) + Math.abs(high - b) <= 2e-3 * (b - a), `${a} ${b}`);
+    assert.deepEqual([rounded(scale, [a, b]).low, rounded(scale, [a, b]).high], [low, high]);
+  }
   assert.equal(limitsText(scaleOf([0, 0], "linear", "robust")), undefined); // of a single value
   assert.equal(limitsOf("2,1"), undefined);
   assert.deepEqual(["0", "1.5", "1.2e-5", ""], [0, 1.5, 0.0000123, NaN].map(cellText));
