@@ -203,7 +203,7 @@ function Panel(props: PartProps) {
             {[...new Set(loaded.value.marks.map(([, , mark]) => mark))].join(" ")}
           </span>
         )}
-        {loaded.value && <SaveButtons of={box} name={`${kind.label}.${quantity}`} head={() => [capital(label), shownName(kind.kind)]} legend=".run-layers [data-legend]" />}
+        {loaded.value && <SaveButtons of={box} name={`${kind.label}.${quantity}`} head={() => [capital(label), shownName(kind.kind)]} {...(series.length > 1 ? { legend: ".run-layers [data-legend]" } : {})} />}
       </div>
       {loaded.error ? (
         <p class="quiet">{loaded.error.message}</p>

@@ -80,7 +80,7 @@ export function LayerGrid({ id, found, quantity, title, python, table, note }: {
           columns={columns.map((one) => (one === "none" ? "–" : one))}
           values={scaled}
           label={title}
-          columnTitle="layer"
+          columnTitle={shift ? "layer (–: in no layer)" : "layer"}
           log={own ? own.log : !share && !signed}
           {...(own ? { range: own.range } : share ? { range: [0, 1] as [number, number] } : {})}
           colour={(at) => css(own ? (dark ? DARK : SIGNED) : VIRIDIS, at)}

@@ -52,7 +52,7 @@ function drawn({ picture, head, legends }: Saved): Drawn {
   const root = picture.closest(".lazyckpt-explorer") ?? document.body;
   const { backgroundColor, fontFamily } = getComputedStyle(root);
   const { width: wide, height: high } = picture.getBoundingClientRect();
-  const width = Math.ceil(Math.max(wide, LEAST, ...legends.map((one) => one.getBoundingClientRect().width)) + 2 * MARGIN);
+  const width = Math.ceil(Math.max(wide, LEAST, ...legends.map(widthOf)) + 2 * MARGIN);
   const svg = element("svg", {}) as SVGSVGElement;
   const paper = element("rect", { x: 0, y: 0, fill: backgroundColor });
   svg.append(paper);
@@ -80,6 +80,14 @@ function drawn({ picture, head, legends }: Saved): Drawn {
   for (const [key, value] of Object.entries({ width, height })) paper.setAttribute(key, String(value));
   for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) svg.setAttribute(key, String(value));
   return { svg, width, height, place };
+}
+
+/** The width of what is in an element; it is itself as wide as the page. */
+function widthOf(legend: Element): number {
+  const range = document.createRange();
+  range.selectNodeContents(legend);
+  const left = legend.getBoundingClientRect().left;
+  return Math.max(0, ...Array.from(range.getClientRects(), ({ right }) => right - left));
 }
 
 /** The pictures and texts in an element, where they stand in it. */
