@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 from ..derive.arithmetic import difference
 from ..derive.updates import Steps, steps_of
 from ..errors import DataError, TensorNotFoundError
-from ..inspect.loaded import is_far, loaded
+from ..inspect.loaded import is_far, is_whole, loaded
 from ..lazy import LazyArray
 from ..namespace import Namespace
 from .query import Query
@@ -209,7 +209,7 @@ class Subject:
         found: tuple[object, LazyArray] | None = kept.get(_LOADED)
         if found is not None and found[0] == key:
             return found[1]
-        if not reads:
+        if not reads or not is_whole(t):
             return t
         lock = kept.setdefault(_LOADING, Lock())
         while not lock.acquire(timeout=_PATIENCE):

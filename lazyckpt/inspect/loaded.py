@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..core.box import c_strides
 from ..core.extents import Extent
 from ..core.specs import whole
+from ..errors import LazyckptError
 from ..io.storage.in_memory import Memory
 from ..io.storage.joined import stores_of
 from ..io.tensors import as_bytes
@@ -16,6 +17,15 @@ _NAME = "memory"
 def is_far(t: LazyArray) -> bool:
     """Return whether a tensor is behind a network, where reading it again takes as long as the first time."""
     return any(store.joins for one in t.operands for store in stores_of(one.store))
+
+
+def is_whole(t: LazyArray) -> bool:
+    """Return whether all files that a tensor needs are there."""
+    try:
+        t._check()
+    except LazyckptError:
+        return False
+    return True
 
 
 def loaded(t: LazyArray) -> LazyArray:

@@ -69,8 +69,9 @@ class TensorPlots:
     ) -> Axes:
         """Plot the values as a heat map. A cell pools several elements of a large tensor; the notes say how many.
 
-        Colours and their scales are those of the explorer. Cells with NaN or infinities are marked. What is drawn is
-        read once; a part of the tensor (``t.lazy[:100].plot.heatmap()``) reads that part.
+        Colours and their scales are those of the explorer. Cells with NaN or infinities are marked, elements in lost
+        files are left blank. What is drawn is read once; a part of the tensor (``t.lazy[:100].plot.heatmap()``) reads
+        that part.
 
         Parameters
         ----------

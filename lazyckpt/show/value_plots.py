@@ -80,7 +80,7 @@ def heatmap(
         raise DataError(f"{t.name!r} has no elements: there is nothing to draw")
     rows, cols = (cells, cells) if isinstance(cells, int) else cells
     wrap = row_length(number_shape(t))
-    found = pooled(t, rows, cols, dims=dims, at=at, wrap=wrap, window=window, exact=exact)
+    found = pooled(t, rows, cols, dims=dims, at=at, wrap=wrap, window=window, exact=exact, lost=True)
     return _draw(t, found, pool, ax, title or title_of(t), label, scale, full, limits)
 
 
@@ -202,7 +202,7 @@ def _notes(t: LazyArray, found: Pixels, pool: str) -> list[str]:
         notes.append(f"pooled over {plural(rest, 'more dimension')}")
     if not found.exact:
         notes.append(f"a sample of {found.read:,} elements")
-    odd = [(found.nan, "NaN"), (found.inf, "infinite")]
+    odd = [(found.nan, "NaN"), (found.inf, "infinite"), (found.lost, "lost")]
     texts = [f"{int(n.sum()):,} {what}" for n, what in odd if n is not None and n.any()]
     return [*notes, *texts]
 

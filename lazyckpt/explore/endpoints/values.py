@@ -43,7 +43,8 @@ def tile(subject: Subject, query: Query) -> bytes:
         The arrays ``mean``, ``min``, ``max`` (or the one that is wanted) of shape (rows, cols), as float32 if that
         represents the elements exactly, else float64; NaN for cells without a finite element. If each cell is one
         element, only ``mean``. ``nan`` and ``inf``: how many of the elements are so, as uint32; only if some are.
-        Header: ``window``, ``exact``, ``read`` (elements), ``single`` (whether each cell is one element).
+        Header: ``window``, ``exact``, ``read`` (elements), ``single`` (whether each cell is one element), and
+        ``lost``, the number of elements in files that cannot be read, if there are some.
     """
     part = any(name in query for name in ("at", "r0", "r1", "c0", "c1"))
     return picture(subject.whole(query, not part), query)
@@ -58,10 +59,11 @@ def picture(t: LazyArray, query: Query) -> bytes:
     share = (r1 - r0) * (c1 - c0) / max(1, d.plane.height * d.plane.width)
     found = pooled(
         t, rows, cols, dims=d.dims, at=d.at, wrap=d.wrap, window=d.window,
-        exact=_exact(query, int(share * t.nbytes)), check=query.check,
+        exact=_exact(query, int(share * t.nbytes)), check=query.check, lost=True,
     )  # fmt: skip
     dtype = np.float32 if is_narrow(t.spec.dtype) else np.float64
-    single = bool((found.count <= 1).all())
+    held = found.count if found.lost is None else found.count + found.lost
+    single = bool((held <= 1).all())
     names = ("mean",) if single else ("mean", "min", "max") if how == "all" else (how,)
     arrays: dict[str, Array] = {name: found.values(name).astype(dtype) for name in names}
     if "fraction" in query and not single:
@@ -69,6 +71,8 @@ def picture(t: LazyArray, query: Query) -> bytes:
     if found.nan is not None and found.inf is not None:
         arrays |= {"nan": found.nan.astype(np.uint32), "inf": found.inf.astype(np.uint32)}
     header = {"window": d.window, "exact": found.exact, "read": found.read, "single": single}
+    if found.lost is not None:
+        header["lost"] = int(found.lost.sum())
     del found  # memory of three times what is packed
     return pack(header, arrays)
 

@@ -252,7 +252,7 @@ function Picture({ facts, plane, common, marks, lines, among, setLimits }: Pictu
   const { how, kind, range, exact } = drawnAs(params, api.live);
   const ask = async (tile: Tile, signal: AbortSignal, rows: number, cols: number, window: boolean): Promise<Values> => {
     const place = window ? { r0: tile.r0, r1: tile.r1, c0: tile.c0, c1: tile.c1 } : {};
-    const { header, arrays } = await api.packed<{ exact: boolean; single: boolean }>(
+    const { header, arrays } = await api.packed<{ exact: boolean; single: boolean; lost?: number }>(
       "tensor/tile", { ...common, ...plane.query, ...place, rows, cols, exact, ...(api.live ? {} : REPORTED) }, signal,
     );
     const mean = arrays["mean"] as Numbers;
@@ -307,6 +307,7 @@ function Picture({ facts, plane, common, marks, lines, among, setLimits }: Pictu
     <>
       {cells!.single ? "each element" : `${how} of each cell${api.live ? "" : ", of three digits"}`}
       {root.value.exact ? "" : ", of a sample of the elements"}
+      {root.value.lost && <span class="error">; {counted(root.value.lost, "element")} {root.value.lost > 1 ? "are" : "is"} in lost files</span>}
       {plane.ndim > 2 && pooled.length > 0 && `, over ${pooled.length > 1 ? "dimensions" : "dimension"} ${pooled.join(", ")}`}
       {facts.dtype.includes("complex") && ", absolute values"}
       {norms.value && plane.ndim > 0 && "; bars are the L2 norms of rows and columns"}

@@ -19,6 +19,8 @@ export interface Values {
   exact: boolean;
   /** Whether each cell is one element. */
   single: boolean;
+  /** How many elements are in files that cannot be read. */
+  lost?: number;
 }
 
 /** Joins pictures that show the same part: what moves one moves all. */
