@@ -507,4 +507,7 @@ def test_the_order_is_the_same_at_each_opening(tmp_path: Path, monkeypatch: pyte
     for n in (2, 0, 1):
         group.create_array(f"layers/{n}/w", shape=(3,), dtype="f4")
     monkeypatch.setattr("lazyckpt.formats.zarr.tree.each", lambda do, level: [do(one) for one in reversed(level)])
-    assert list(lazyckpt.open(tmp_path, cache=False)) == ["layers.0.w", "layers.1.w", "layers.2.w"]
+    view = lazyckpt.open(tmp_path, cache=False)
+    assert list(view) == ["layers.0.w", "layers.1.w", "layers.2.w"]
+    documents = [path for path in view.files if path.endswith("zarr.json")]
+    assert documents == sorted(documents)
