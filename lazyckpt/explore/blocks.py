@@ -11,6 +11,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -30,8 +31,8 @@ class Shared(NamedTuple):
     ----------
     size, tag, type
         Its size in bytes, what identifies its content, and its media type.
-    fill
-        Fills memory with its bytes from one on: ``fill(begin, target)``, in any thread.
+    content
+        Its bytes, or what fills memory with its bytes from one on: ``content(begin, target)``, in any thread.
     stored
         Returns which of its bytes lie as they are in local files, in order, in runs of a least length:
         ``stored(begin, end, least)``, in any thread. Each run has the offset at which it begins. None if there are
@@ -41,7 +42,7 @@ class Shared(NamedTuple):
     size: int
     tag: str
     type: str
-    fill: Callable[[int, memoryview], None]
+    content: bytes | Callable[[int, memoryview], None]
     stored: Callable[[int, int, int], list[tuple[int, Stored]]] | None = None
 
 
@@ -163,8 +164,10 @@ class Blocks:
         self._units[block.at : block.at + count] = bytes([used]) * count
 
     async def _read(self, block: _Block) -> None:
+        fill = block.file.content
+        assert not isinstance(fill, bytes)  # what is in memory has no blocks
         try:
-            await in_threads(self.threads, lambda: block.file.fill(block.key[1], block.memory))
+            await in_threads(self.threads, partial(fill, block.key[1], block.memory))
         except BaseException as e:
             self._forget(block)  # who asks from now on reads anew
             block.done.set_exception(e if isinstance(e, Exception) else asyncio.CancelledError())
