@@ -89,6 +89,7 @@ def serve(
         write_line((f"As a folder of safetensors: {server.address}hf/", "dim"))
         write_line((f"As a Zarr store: {server.address}zarr/", "dim"))
         write_line(("Ctrl-C stops it.", "dim"))
+        sys.stdout.flush()  # a pipe or a log has the address while the server runs
         if browser:
             webbrowser.open(server.url)
         try:

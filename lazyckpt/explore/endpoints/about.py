@@ -53,12 +53,13 @@ def _described(view: Namespace[Any]) -> dict[str, Any]:
         "experts": any("expert" in name for name in view),
         "file_bytes": sum(info.size for info in view.files.values()),
         "facts": [[printable(a), printable(b)] for a, b in facts_of(view)],
-        "problems": [_problem(problem) for problem in view.problems[:_PROBLEMS]],
+        "problems": [problem_of(problem) for problem in view.problems[:_PROBLEMS]],
         "problems_in_all": len(view.problems),
     }
 
 
-def _problem(problem: Problem) -> dict[str, str]:
+def problem_of(problem: Problem) -> dict[str, str]:
+    """Return a problem as the pages show it, with what to do about it."""
     kind = kind_of(problem.code)
     return {"code": problem.code, "severity": kind.severity, "text": printable(str(problem)), "advice": kind.todo}
 

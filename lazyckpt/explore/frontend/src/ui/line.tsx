@@ -153,7 +153,7 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, height =
         </div>
       )}
       {legend && series.length > 1 && (
-        <ul class="legend">
+        <ul class="legend" data-legend>
           {series.map(({ name }, n) => (
             <li key={name}>
               <svg width="18" height="10" aria-hidden="true">
