@@ -330,6 +330,11 @@ def test_heat_maps(tmp_path: Path) -> None:
     assert view["long"].plot.heatmap().images[0].get_array().shape[1] == 64
     with pytest.raises(DataError, match="no pooling"):
         view["w"].plot.heatmap("median")
+    held = view["w"].plot.heatmap(window=((0, 1), (0, 3)), limits=(-2, 0.5))
+    assert held.images[0].get_clim() == (-2, 0.5)
+    for wrong in ({"limits": (1, 1)}, {"limits": (0, 1), "scale": "quantile"}, {"limits": (0, 1), "full": True}):
+        with pytest.raises(DataError, match="limits="):
+            view["w"].plot.heatmap(**wrong)
 
 
 def test_norms_of_rows_and_columns(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def serve(
     """Show a checkpoint in a web browser.
 
     A run, or two checkpoints side by side, can be shown, too. Prints the address of the page and serves it until
-    Ctrl-C. The server only reads, and listens on this machine alone unless --host says otherwise. Who does not know the
-    token of the address sees nothing.
+    Ctrl-C. The server only reads, and listens on this machine alone unless --host says otherwise. Requests without the
+    token of the address are refused.
 
     It also offers the checkpoint as if it had been converted, without writing anything: as a folder of safetensors
     (hf/) and as a Zarr store (zarr/), for curl, safetensors, transformers, zarr and xarray.

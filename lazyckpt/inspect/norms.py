@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.box import Box, Shape, c_strides
 from ..errors import DataError
 from ..lazy import LazyArray
+from .moments import WIDE
 from .numbers import Array, number_shape
 from .pixels import Groups, reduced
 from .planes import Plane, Window, checked, even_cells, fold_all, plane_of, source_of
@@ -40,7 +41,7 @@ class Norms:
     col_edges: Array
     """The same for columns."""
     rows: Array
-    """The norm of each row, or of the rows of each group, as float64; infinite if the squares overflow."""
+    """The norm of each row, or of the rows of each group, as float64; infinite only if float64 cannot hold it."""
     cols: Array
     """The same for columns."""
 
@@ -81,15 +82,44 @@ def norms(
         raise DataError(f"rows={rows:,}, cols={cols:,}: norms are computed of 1 to {GROUPS:,} groups")
     span = checked(plane, window)
     row_edges, col_edges = (even_cells(a, b, n) for (a, b), n in zip(span, (rows, cols), strict=True))
-    sides = [np.zeros(len(edges) - 1) for edges in (row_edges, col_edges)]
-    if 0 not in (sides[0].size, sides[1].size, *number_shape(t)):
+    edges = row_edges, col_edges
+    sides = [_Sums.of(len(one) - 1) for one in edges]
+    if 0 not in (len(row_edges) - 1, len(col_edges) - 1, *number_shape(t)):
         source = source_of(t, plane, span, row_edges)
         groups = Groups.of(source, row_edges, col_edges)
-        whole = _Squares(groups, *(range(len(one)) for one in sides))
+        whole = _Squares(groups, *(range(len(one) - 1) for one in edges))
         fold_all(t, source, partial(_Squares.of, groups), whole.merge, check, executor, memory)
         sides = [whole.rows, whole.cols]
-    found = (np.sqrt(one / np.diff(edges)) for one, edges in zip(sides, (row_edges, col_edges), strict=True))
-    return Norms(plane, row_edges, col_edges, *found)
+    return Norms(plane, *edges, *(side.root(np.diff(one)) for side, one in zip(sides, edges, strict=True)))
+
+
+class _Sums(NamedTuple):
+    """Sums of squares, each in units of 4 to the power of its exponent: see `moments.Moments`."""
+
+    sums: Array
+    exponents: Array
+
+    @classmethod
+    def of(cls, size: int) -> _Sums:
+        return cls(np.zeros(size), np.zeros(size, np.int32))
+
+    def add(self, first: int, sums: Array, exponents: Array | None) -> None:
+        """Add some sums from number ``first`` on, whose exponents are 0 if None is given."""
+        at = slice(first, first + len(sums))
+        mine, own = self.sums[at], self.exponents[at]
+        if exponents is None and not own.any():
+            mine += sums
+            return
+        theirs = np.zeros_like(own) if exponents is None else exponents
+        common = np.where(mine == 0, theirs, np.where(sums == 0, own, np.maximum(own, theirs)))
+        mine[:] = np.ldexp(mine, 2 * (own - common)) + np.ldexp(sums, 2 * (theirs - common))
+        own[:] = common
+
+    def root(self, counts: Array) -> Array:
+        """Return the roots of the sums, each divided by a count."""
+        with np.errstate(over="ignore"):
+            found: Array = np.ldexp(np.sqrt(self.sums / counts), self.exponents)
+        return found
 
 
 class _Squares:
@@ -97,7 +127,7 @@ class _Squares:
 
     def __init__(self, groups: Groups, rows: range, cols: range) -> None:
         self._groups, self._top, self._left = groups, rows.start, cols.start
-        self.rows, self.cols = np.zeros(len(rows)), np.zeros(len(cols))
+        self.rows, self.cols = _Sums.of(len(rows)), _Sums.of(len(cols))
 
     @classmethod
     def of(cls, groups: Groups, boxes: Sequence[Box]) -> _Squares:
@@ -106,25 +136,43 @@ class _Squares:
     def add(self, box: Box, block: Array) -> None:
         groups = self._groups
         starts = groups.starts(box)
+        numbers = block
         with np.errstate(over="ignore", invalid="ignore"):  # numpy warns of signaling NaN, too
             squares = block.astype(np.float64)
             np.square(squares, out=squares)
             if not np.isfinite(squares.sum()):
-                squares[~np.isfinite(block)] = 0
+                good = np.isfinite(block)
+                squares[~good] = 0
+                numbers = np.where(good, block, 0)
             for side, dim, other, first in (
                 (self.rows, groups.row, groups.col, self._top),
                 (self.cols, groups.col, groups.row, self._left),
             ):
                 ones = [np.zeros(1, np.int64) if d == other else one for d, one in enumerate(starts)]
-                sums = reduced(np.add, squares, ones).reshape(-1)
                 at = groups.within(box, dim).start - first
-                side[at : at + len(sums)] += sums
+                exponents = None if block.dtype != np.float64 else _exponents(numbers, ones)
+                if exponents is None:
+                    side.add(at, reduced(np.add, squares, ones).reshape(-1), None)
+                    continue
+                lengths = (np.diff([*one, n]) for one, n in zip(ones, block.shape, strict=True))
+                wide = exponents
+                for d, many in enumerate(lengths):
+                    wide = np.repeat(wide, many, d)
+                sums = reduced(np.add, np.square(np.ldexp(numbers, -wide)), ones)
+                side.add(at, sums.reshape(-1), exponents.reshape(-1))
 
     def merge(self, other: _Squares) -> None:
         with np.errstate(over="ignore"):
-            at, to = other._top - self._top, other._left - self._left
-            self.rows[at : at + len(other.rows)] += other.rows
-            self.cols[to : to + len(other.cols)] += other.cols
+            self.rows.add(other._top - self._top, *other.rows)
+            self.cols.add(other._left - self._left, *other.cols)
+
+
+def _exponents(numbers: Array, starts: Sequence[Array]) -> Array | None:
+    """Return the exponents of groups of finite numbers, as `moments.exponent_of`; None if all are 0."""
+    largest = np.maximum(reduced(np.maximum, numbers, starts), -reduced(np.minimum, numbers, starts))
+    exponents = np.frexp(largest)[1]
+    found: Array = np.where(np.abs(exponents) > WIDE, exponents, 0)
+    return found if found.any() else None
 
 
 # -- Outliers.

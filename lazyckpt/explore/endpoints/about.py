@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...derive.sources import place_of
+from ...derive.sources import address_of, place_of
 from ...errors import Problem, printable
 from ...inspect.codes import kind_of
 from ...namespace import Namespace
@@ -28,7 +28,7 @@ def about(subject: Subject, query: Query) -> dict[str, Any]:
     return {
         "api": VERSION,
         "kind": subject.kind,
-        "title": printable(subject.title or place_of(subject.view)),
+        "title": printable(subject.title or address_of(subject.view)),
         "steps": list(subject.run.steps) if subject.run is not None else [],
         "sides": [_described(view) for view in sides],
     }

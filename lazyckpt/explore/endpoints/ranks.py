@@ -8,6 +8,7 @@ from typing import Any
 
 from ...errors import TensorNotFoundError, printable
 from ...inspect.ranks import FileHeld, held_by, ranks_of
+from ...inspect.report import Finding
 from ...inspect.verify.agreement import differing_ranks
 from ..query import Query
 from ..subject import MORE, Subject, View, Wanted, effort
@@ -15,6 +16,7 @@ from .about import problem_of
 
 _FILES = 20_000  # files that an answer lists
 _LOST = 2000  # damaged tensors that an answer lists
+_STEPS = "ranks/steps"  # of `Namespace.kept`
 _PIECES = 20_000  # pieces of a file that an answer lists
 
 
@@ -98,9 +100,10 @@ def steps(subject: Subject, query: Query) -> dict[str, Any]:
         most; none if all agree, or if the format does not record steps for each rank.
     """
     view = subject.checkpoint(query)
-    query.check()
-    findings = differing_ranks(view.format, lambda: view.stored)
-    return {"findings": [problem_of(one) | {"severity": one.severity, "advice": one.todo} for one in findings]}
+    found: tuple[Finding, ...] | None = view.kept.get(_STEPS)
+    if found is None:  # the page asks for it whenever it is shown
+        found = view.kept[_STEPS] = tuple(differing_ranks(view.format, lambda: view.stored, query.check))
+    return {"findings": [problem_of(one) | {"severity": one.severity, "advice": one.todo} for one in found]}
 
 
 def _states(subject: Subject, query: Query) -> Iterable[View]:
