@@ -244,8 +244,10 @@ class Namespace(Lookup[A]):
 
     def _owners(self) -> Collection[str]:
         """Return the full names that own the tensors of this view."""
-        specs, listed = self.specs, self.full_names.values()
-        return {full if full in specs else self._index.aliases.get(full, full): None for full in listed}.keys()
+        specs, listed, aliases = self.specs, self.full_names, self._index.aliases
+        if isinstance(listed, Same):  # each name is its own
+            return listed.keys()
+        return {full if full in specs else aliases.get(full, full): None for full in listed.values()}.keys()
 
     def once(self) -> tuple[dict[str, A], dict[str, str]]:
         """Return the tensors of the view without duplicates, as exporters write them.

@@ -197,6 +197,7 @@ def test_memory_of_one_rank_is_plain_arithmetic(tmp_path: Path) -> None:
 def test_memory_is_that_of_real_shards(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     view = saved(tmp_path / "model.pt", tensors)
     meshes: tuple[dict[str, Any], ...] = (
+        {},
         {"tp": 2},
         {"pp": 2},
         {"tp": 2, "pp": 4},
@@ -210,6 +211,8 @@ def test_memory_is_that_of_real_shards(tmp_path: Path, tensors: dict[str, torch.
             shard = view.shard(**degrees, rank=rank)
             assert stage.nbytes == shard.nbytes, (degrees, stage.stage)
             assert stage.others + stage.experts == shard.numel
+            assert stage.experts == sum(shard[name].numel() for name in shard if ".experts." in name)
+            assert stage.tensors == len(shard) - len(shard.aliases)
 
 
 def test_zero_divides_what_it_says(tmp_path: Path) -> None:

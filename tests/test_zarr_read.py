@@ -499,3 +499,15 @@ def test_attributes_and_names(tmp_path: Path) -> None:
         assert len(view) == 2 and "a.b" in view
         assert any(line.code == "duplicate-tensor" for line in view.problems)
         assert view.meta["attributes"] == {"": {"title": "here"}, "a/b": {"unit": "m"}, "a.b": {"unit": "m"}}
+
+
+def test_the_order_is_the_same_at_each_opening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever document a thread reads first: else two conversions would not have the same bytes."""
+    group = zarr.open_group(str(tmp_path), mode="w", zarr_format=3)
+    for n in (2, 0, 1):
+        group.create_array(f"layers/{n}/w", shape=(3,), dtype="f4")
+    monkeypatch.setattr("lazyckpt.formats.zarr.tree.each", lambda do, level: [do(one) for one in reversed(level)])
+    view = lazyckpt.open(tmp_path, cache=False)
+    assert list(view) == ["layers.0.w", "layers.1.w", "layers.2.w"]
+    documents = [path for path in view.files if path.endswith("zarr.json")]
+    assert documents == sorted(documents)

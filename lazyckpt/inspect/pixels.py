@@ -24,6 +24,7 @@ SIDE = 2048
 """Maximum number of rows, and of columns, of a grid."""
 _TOGETHER = 1 << 18  # lost elements that are counted at a time
 _ROW = 64  # numbers that fit into one row
+_PART = 1 << 17  # elements whose groups are reduced at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,6 +232,23 @@ class Groups:
 
 def reduced(operation: Any, block: Array, starts: Sequence[Array], dtype: Any = None) -> Array:
     """Apply an operation of numpy to the elements of each group."""
+    axis = next((d for d, n in enumerate(block.shape) if n > 1), block.ndim)
+    if axis + 1 >= block.ndim or block.size <= _PART or len(starts[axis]) in (1, block.shape[axis]):
+        return _reduced(operation, block, starts, dtype)
+    first, ahead, parts = starts[axis], (slice(None),) * axis, []  # some groups at a time: results take memory
+    ends = np.append(first[1:], block.shape[axis])
+    step = max(1, _PART * block.shape[axis] // block.size)
+    n = 0
+    while n < len(first):
+        begin = first[n]
+        stop = max(n + 1, int(np.searchsorted(ends, begin + step, "right")))
+        some = [*starts[:axis], first[n:stop] - begin, *starts[axis + 1 :]]
+        parts.append(_reduced(operation, block[(*ahead, slice(begin, ends[stop - 1]))], some, dtype))
+        n = stop
+    return np.concatenate(parts, axis=axis)
+
+
+def _reduced(operation: Any, block: Array, starts: Sequence[Array], dtype: Any) -> Array:
     for d, first in enumerate(starts):
         if len(first) == block.shape[d]:
             continue

@@ -12,6 +12,7 @@ step) are whole on every rank. A tensor is cut over the tp ranks, a tensor of ex
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -25,12 +26,12 @@ from ..core.extents import Chunk
 from ..core.flat import interval, joined
 from ..core.index import Index, Layout
 from ..core.names import matcher
-from ..core.placement import Division, Place, Placed, Placement
-from ..core.specs import Fragment, TensorSpec, renamed
+from ..core.placement import Division, Mesh, Pipeline, Place, Placed, Placement
+from ..core.specs import Fragment, TensorSpec, kind_of, renamed
 from ..errors import FormatError, MeshError, Problem, only_one, some
 from .cut import Known, cut, regrouped
 from .megatron import is_expert
-from .merge import Rule
+from .merge import Rule, user_rules
 from .ranks import RankLike, place_of, within, world_size
 from .rules import heads_in, is_megatron, sources_of
 from .stages import Stages, expert_of, is_stack
@@ -38,6 +39,7 @@ from .tables import pattern
 
 Piece = tuple[TensorSpec, Placement]
 
+_UNDIVIDED = Division(Mesh(), 1, Pipeline())
 _UNTIED = "untie_embeddings_and_output_weights"
 _HEADS = {  # embedding -> the name of its copy on Megatron's last stage, if the head is tied to the embedding
     "embedding.word_embeddings.weight": "output_layer.weight",
@@ -361,8 +363,11 @@ def stage_sizes(
     """
     if index.layout is not None:
         raise MeshError("this view is one rank's part of a checkpoint: ask for the sizes in the whole checkpoint")
-    plan = _plan(index, division, rules, kept)
     wanted = dict.fromkeys(names)
+    if replace(division, mesh=replace(division.mesh, dp=1)) == _UNDIVIDED:
+        user_rules(rules)  # raises the error of a rule that is not understood
+        return [_whole_size(index.states[state], wanted, check)]
+    plan = _plan(index, division, rules, kept)
     by_stage: dict[int, list[str]] = {}
     for name in wanted:
         for stage in {stage for stage, _ in plan.stages_of(name)}:
@@ -388,6 +393,21 @@ def stage_sizes(
             raise FormatError(sharding._message())
         found.append(size._replace(tensors=tensors))
     return found
+
+
+def _whole_size(specs: Mapping[str, TensorSpec], names: Iterable[str], check: Callable[[], None]) -> StageSize:
+    """Return the size of the named tensors where no rank cuts them. It takes no specs, of which there may be many."""
+    counts: Counter[tuple[bool, tuple[Shape, DType]]] = Counter()
+    for n, name in enumerate(names):
+        if n % 1024 == 0:
+            check()
+        if name in specs:
+            counts[is_expert(name), kind_of(specs, name)] += 1
+    size = StageSize({}, {}, counts.total())
+    for (expert, (shape, dtype)), count in counts.items():
+        table = size.experts if expert else size.others
+        table[dtype] = table.get(dtype, 0) + count * prod(shape)
+    return size
 
 
 # -- the reverse

@@ -65,25 +65,34 @@ def picture(t: LazyArray, query: Query) -> bytes:
     held = found.count if found.lost is None else found.count + found.lost
     single = bool((held <= 1).all())
     names = ("mean",) if single else ("mean", "min", "max") if how == "all" else (how,)
-    arrays: dict[str, Array] = {name: found.values(name).astype(dtype) for name in names}
-    if "fraction" in query and not single:
-        arrays = {name: _rounded(array, query.number("fraction", 0, 1, 52)) for name, array in arrays.items()}
-    if found.nan is not None and found.inf is not None:
-        arrays |= {"nan": found.nan.astype(np.uint32), "inf": found.inf.astype(np.uint32)}
     header = {"window": d.window, "exact": found.exact, "read": found.read, "single": single}
     if found.lost is not None:
         header["lost"] = int(found.lost.sum())
-    del found  # memory of three times what is packed
+    odd = {} if found.nan is None or found.inf is None else {"nan": found.nan, "inf": found.inf}
+    fraction = query.number("fraction", 0, 1, 52) if "fraction" in query and not single else None
+    left = [(name, found.values(name)) for name in reversed(names)]
+    del found
+    arrays: dict[str, Array] = {}
+    while left:  # what was packed is dropped: all of it would be three times the answer
+        name, values = left.pop()
+        arrays[name] = values.astype(dtype)
+        if fraction is not None:
+            arrays[name] = _rounded(arrays[name], fraction)
+    arrays |= {name: counts.astype(np.uint32) for name, counts in odd.items()}
     return pack(header, arrays)
 
 
 def _rounded(array: Array, fraction: int) -> Array:
     """Round floats to some bits of their fractions; what is rounded beyond the largest number stays as it is."""
-    mantissa, exponent = np.frexp(array)
+    found, exponent = np.frexp(array)
     scale = 2.0 ** (fraction + 1)
     with np.errstate(over="ignore", invalid="ignore"):
-        found = np.ldexp(np.round(mantissa * scale) / scale, exponent).astype(array.dtype)
-    return np.where(np.isfinite(found), found, array)
+        found *= scale
+        np.round(found, out=found)
+        found /= scale
+        np.ldexp(found, exponent, out=found)
+    np.copyto(found, array, where=~np.isfinite(found))
+    return found
 
 
 def histogram(subject: Subject, query: Query) -> dict[str, Any]:

@@ -228,6 +228,7 @@ def nodes(tree: Tree) -> Nodes:
                 found.attributes[folder] = _object(listed.get(posixpath.join(folder, ".zattrs")) or {}, where)
         return found
     _walk(tree, found)
+    tree.documents = dict(sorted(tree.documents.items()))  # threads added them
     return found
 
 
@@ -249,6 +250,10 @@ def _walk(tree: Tree, found: Nodes) -> None:
         level = [child for folder in level for child in below[folder]]
         seen += len(level)
         if not level:
+            # threads found them in any order
+            found.arrays = {path: found.arrays[path] for path in sorted(found.arrays)}
+            found.attributes = {path: found.attributes[path] for path in sorted(found.attributes)}
+            found.damaged = {path: found.damaged[path] for path in sorted(found.damaged)}
             return
         if seen > _MANY:
             break

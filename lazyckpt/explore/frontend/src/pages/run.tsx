@@ -110,7 +110,7 @@ export function RunPage() {
         <>
           <h2>{capital(label)}</h2>
           <p class="quiet">
-            A picture for each kind of parameter, a line for each layer; what is in view is read. A click shows one kind alone.
+            A picture for each kind of parameter, a line for each layer. Only pictures in view are read. A click shows one kind alone.
           </p>
           <Layers kinds={shown} />
           <div class="run-panels">

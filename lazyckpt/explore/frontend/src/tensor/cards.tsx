@@ -446,6 +446,8 @@ function ValuesCard(props: Props) {
   );
 }
 
+type Range = Props["facts"]["ranges"][number] & { n: number };
+
 function WhereCard({ facts }: Props) {
   const end = new Map<string, number>();
   for (const { path, offset, nbytes } of facts.ranges) end.set(path, Math.max(end.get(path) ?? 1, (offset ?? 0) + nbytes));
@@ -467,7 +469,8 @@ function WhereCard({ facts }: Props) {
           height={300}
           note={facts.ranges_in_all > facts.ranges.length ? `the first of ${grouped(facts.ranges_in_all)} ranges` : `${counted(facts.ranges.length, "range")} of files`}
           columns={[
-            { key: "rank", title: "rank", value: ({ rank }) => rank, width: "minmax(110px,1fr)" },
+            // ranges of files that name no rank have the file's name instead of one
+            ...(facts.ranges.some(({ rank, path }) => !path.endsWith(rank)) ? [{ key: "rank", title: "rank", value: ({ rank }: Range) => rank, width: "minmax(110px,1fr)" }] : []),
             { key: "path", title: "file", value: ({ path }) => path, cell: ({ path }) => <Ending text={path} />, width: "minmax(180px,2fr)" },
             { key: "offset", title: "offset", value: ({ offset }) => offset, number: true },
             { key: "nbytes", title: "bytes", value: ({ nbytes }) => nbytes, number: true },

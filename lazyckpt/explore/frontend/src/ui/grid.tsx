@@ -199,7 +199,7 @@ const APART = 0.12; // of the bar of colours, between its numbers
 export function LegendOf({ low, high, log = false, colour, format = shortNumber, title, unit = 1 }: LegendProps) {
   if (!Number.isFinite(low) || !Number.isFinite(high)) return null;
   const scale = unit > 1 && high > 0 ? unit ** Math.floor(Math.log(high) / Math.log(unit)) : 1;
-  const round = high > low ? (log ? logTicks(low, high, 5) : ticks(low / scale, high / scale, 4).map((n) => n * scale)) : [low];
+  const round = high > low ? (log ? logTicks(low, high, 5) : roundMarks(low / scale, high / scale).map((n) => n * scale)) : [low];
   const share = (v: number) => (high <= low ? 0.5 : log ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low));
   const marks = round.map((value) => ({ at: share(value), text: format(value) }));
   const apart = marks.reduce<typeof marks>((kept, one) => (kept.length && one.at - kept[kept.length - 1]!.at < APART ? kept : [...kept, one]), []);
@@ -214,6 +214,12 @@ interface LegendProps {
   format?(value: number): string;
   title: string;
   unit?: number | undefined;
+}
+
+/** About four round numbers; more, if these are fewer than two besides 0. */
+function roundMarks(low: number, high: number): number[] {
+  const found = ticks(low, high, 4);
+  return found.filter((n) => n !== 0).length > 1 ? found : ticks(low, high, 8);
 }
 
 const NEAR = 0.01;

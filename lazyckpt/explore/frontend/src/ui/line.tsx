@@ -119,7 +119,7 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, height =
           </g>
         ))}
         {xTicks.map((x) => (
-          <text key={x} class="axis" x={px(x)} y={height - SIDE.bottom + 16} text-anchor="middle">
+          <text key={x} class="axis" x={Math.min(px(x), width - 3.3 * xText(x).length)} y={height - SIDE.bottom + 16} text-anchor="middle">
             {xText(x)}
           </text>
         ))}
