@@ -16,6 +16,9 @@ else:
     from ..deferred import torch
 
 
+_ALIGNED = 64  # bytes
+
+
 class Sums(NamedTuple):
     """Sums over pairs of elements (x, y), in float64. Pairs with a NaN or an infinity are left out.
 
@@ -93,10 +96,12 @@ def closeness(found: Sums) -> Closeness:
 
 
 def _flat(x: torch.Tensor, planes: bool) -> torch.Tensor:
-    """Return the elements as float64; with ``planes`` as pairs of a real and an imaginary part."""
-    if not planes:
-        return x.to(torch.float64).reshape(-1)
-    return torch.view_as_real(x.to(torch.complex128)).reshape(-1)
+    """Return the elements as float64; with ``planes`` as pairs of a real and an imaginary part.
+
+    They are aligned as torch allocates memory: the last digit of `torch.dot` depends on that."""
+    numbers = torch.view_as_real(x.to(torch.complex128)) if planes else x.to(torch.float64)
+    flat = numbers.reshape(-1)
+    return flat if flat.data_ptr() % _ALIGNED == 0 else flat.clone()
 
 
 def _odd(finite: torch.Tensor, planes: bool) -> torch.Tensor:
