@@ -107,6 +107,22 @@ def test_complex_pairs_count_whole_or_not_at_all() -> None:
     assert sums_of_equal(x)[:2] == (25, 25)
 
 
+def test_sums_have_the_same_digits_on_any_number_of_processors() -> None:
+    g = np.random.default_rng(2)
+    x, y = (torch.from_numpy(g.standard_normal(100_001)) for _ in range(2))
+    threads, found = torch.get_num_threads(), set()
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            found.add(sums_of(x[1:], y[1:]))
+            found.add(sums_of(x[1:].clone(), y[1:].clone()))
+            assert sums_of_equal(x[1:]).xx == sums_of(x[1:], y[1:]).xx
+    finally:
+        torch.set_num_threads(threads)
+    (sums,) = found
+    assert sums.xy == pytest.approx(float(np.dot(x[1:].numpy(), y[1:].numpy())), rel=1e-9)
+
+
 def test_lines_of_python_open_what_is_shown(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(6.0).reshape(2, 3)}, tmp_path / "a.pt")
     torch.save({"w": torch.ones(2, 3) / 3}, tmp_path / "b.pt")

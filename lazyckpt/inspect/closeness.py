@@ -10,13 +10,12 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from .moments import BLOCK
+
 if TYPE_CHECKING:
     import torch
 else:
     from ..deferred import torch
-
-
-_ALIGNED = 64  # bytes
 
 
 class Sums(NamedTuple):
@@ -69,10 +68,10 @@ def sums_of(x: torch.Tensor, y: torch.Tensor) -> Sums:
 def sums_of_equal(x: torch.Tensor) -> Sums:
     """Return the sums of a tensor and its copy."""
     p = _flat(x, x.is_complex())
-    square = float(p.dot(p))
+    square = _dot(p, p)
     if not math.isfinite(square):
         p = p.masked_fill(_odd(torch.isfinite(p), x.is_complex()), 0)
-        square = float(p.dot(p))
+        square = _dot(p, p)
     return Sums(square, square, square, 0.0)
 
 
@@ -96,12 +95,10 @@ def closeness(found: Sums) -> Closeness:
 
 
 def _flat(x: torch.Tensor, planes: bool) -> torch.Tensor:
-    """Return the elements as float64; with ``planes`` as pairs of a real and an imaginary part.
-
-    They are aligned as torch allocates memory: the last digit of `torch.dot` depends on that."""
-    numbers = torch.view_as_real(x.to(torch.complex128)) if planes else x.to(torch.float64)
-    flat = numbers.reshape(-1)
-    return flat if flat.data_ptr() % _ALIGNED == 0 else flat.clone()
+    """Return the elements as float64; with ``planes`` as pairs of a real and an imaginary part."""
+    if not planes:
+        return x.to(torch.float64).reshape(-1)
+    return torch.view_as_real(x.to(torch.complex128)).reshape(-1)
 
 
 def _odd(finite: torch.Tensor, planes: bool) -> torch.Tensor:
@@ -111,4 +108,13 @@ def _odd(finite: torch.Tensor, planes: bool) -> torch.Tensor:
 
 def _sums(p: torch.Tensor, q: torch.Tensor) -> Sums:
     apart = p - q
-    return Sums(float(p.dot(p)), float(q.dot(q)), float(p.dot(q)), float(apart.dot(apart)))
+    return Sums(_dot(p, p), _dot(q, q), _dot(p, q), _dot(apart, apart))
+
+
+def _dot(p: torch.Tensor, q: torch.Tensor) -> float:
+    """Return the sum of the products. The digits of `torch.dot` depend on where in memory the numbers begin and on the
+    number of processors."""
+    if len(p) <= BLOCK:
+        return float((p * q).sum())
+    pairs = zip(torch.split(p, BLOCK), torch.split(q, BLOCK), strict=True)
+    return _total([float((a * b).sum()) for a, b in pairs])
