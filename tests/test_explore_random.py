@@ -18,7 +18,7 @@ import lazyckpt
 import lazyckpt.inspect.planes as planes
 from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.subject import Subject
-from lazyckpt.inspect.closeness import sums_of, sums_of_equal
+from lazyckpt.inspect.closeness import closeness, sums_of, sums_of_equal, together
 from lazyckpt.inspect.histogram import histogram_of
 from lazyckpt.inspect.neighbours import neighbours
 from lazyckpt.inspect.norms import norms, outliers
@@ -98,6 +98,13 @@ def test_rows_that_float64_cannot_square_are_no_neighbours(tmp_path: Path) -> No
     found = neighbours(lazyckpt.open(tmp_path / "model.pt")["embed"], 0)
     assert [one.row for one in found] == [3, 2]
     assert found[1].cosine >= -1
+
+
+def test_sums_that_float64_cannot_hold() -> None:
+    x = torch.full((40_000,), 6e151, dtype=torch.float64)
+    assert closeness(sums_of(x, -x)).relative is None
+    half = sums_of(x[:30_000], -x[:30_000])
+    assert math.isfinite(half.xx) and closeness(together([half, half])).relative is None
 
 
 def test_complex_pairs_count_whole_or_not_at_all() -> None:

@@ -82,7 +82,11 @@ def together(sums: Iterable[Sums]) -> Sums:
 
 
 def _total(values: list[float]) -> float:
-    return math.fsum(values) if all(map(math.isfinite, values)) else math.inf
+    """Return the sum, rounded once; infinity if float64 cannot hold it, or one of the values is not finite."""
+    try:
+        return math.fsum(values) if all(map(math.isfinite, values)) else math.inf
+    except OverflowError:
+        return math.inf
 
 
 def closeness(found: Sums) -> Closeness:
