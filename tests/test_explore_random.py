@@ -19,6 +19,8 @@ import lazyckpt.inspect.planes as planes
 from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.subject import Subject
 from lazyckpt.inspect.closeness import closeness, sums_of, sums_of_equal, together
+from lazyckpt.inspect.course import differences
+from lazyckpt.inspect.diff import Difference
 from lazyckpt.inspect.histogram import histogram_of
 from lazyckpt.inspect.neighbours import neighbours
 from lazyckpt.inspect.norms import norms, outliers
@@ -105,6 +107,8 @@ def test_sums_that_float64_cannot_hold() -> None:
     assert closeness(sums_of(x, -x)).relative is None
     half = sums_of(x[:30_000], -x[:30_000])
     assert math.isfinite(half.xx) and closeness(together([half, half])).relative is None
+    rows = [Difference(f"layers.0.experts.{n}.w", "values", "f64[2]", "f64[2]", relative=1e200) for n in range(2)]
+    assert differences(rows, "relative").values.item() == pytest.approx(1e200)
 
 
 def test_complex_pairs_count_whole_or_not_at_all() -> None:

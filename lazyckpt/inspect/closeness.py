@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..core.rounding import exact_sum
 from .moments import BLOCK
 
 if TYPE_CHECKING:
@@ -78,15 +79,7 @@ def sums_of_equal(x: torch.Tensor) -> Sums:
 def together(sums: Iterable[Sums]) -> Sums:
     """Add up sums; their order does not matter."""
     parts = list(sums)
-    return Sums(*(_total([one[n] for one in parts]) for n in range(4)))
-
-
-def _total(values: list[float]) -> float:
-    """Return the sum, rounded once; infinity if float64 cannot hold it, or one of the values is not finite."""
-    try:
-        return math.fsum(values) if all(map(math.isfinite, values)) else math.inf
-    except OverflowError:
-        return math.inf
+    return Sums(*(exact_sum([one[n] for one in parts]) for n in range(4)))
 
 
 def closeness(found: Sums) -> Closeness:
@@ -121,4 +114,4 @@ def _dot(p: torch.Tensor, q: torch.Tensor) -> float:
     if len(p) <= BLOCK:
         return float((p * q).sum())
     pairs = zip(torch.split(p, BLOCK), torch.split(q, BLOCK), strict=True)
-    return _total([float((a * b).sum()) for a, b in pairs])
+    return exact_sum([float((a * b).sum()) for a, b in pairs])
