@@ -13,13 +13,13 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from .core.units import size_in_bytes
+from .derive.sources import address_of, shown_path
 from .errors import DataError, FormatError, MissingFileError, some
 from .explore.api import Explorer
 from .explore.query import Query
 from .explore.server import Server
 from .explore.sharing import Folder, Zarr, routes
 from .explore.subject import Subject
-from .io.storage.credentials import without_secrets
 from .runs.view import RunView
 from .view import CheckpointView
 
@@ -67,9 +67,8 @@ def _opened(source: Source, options: Mapping[str, Any]) -> CheckpointView:
 def title_of(source: Source) -> str:
     """Return what pages and reports call a view, path or URL: without the user and the query of a URL."""
     if isinstance(source, CheckpointView):
-        return source.root
-    text = os.fspath(source)
-    return without_secrets(text, {}) if "://" in text else text
+        return address_of(source)
+    return shown_path(os.fspath(source))
 
 
 def _joined(a: Source, b: Source) -> str:

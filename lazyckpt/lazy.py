@@ -1,6 +1,6 @@
 """Lazy arrays: name, shape and dtype are known at once, indexing reads elements.
 
-The contract, which one suite of tests checks on every format (tests/contract.py):
+The contract, which one suite of tests checks on every format (lazyckpt/testing/contract.py):
 
 - name, shape, dtype, nbytes, repr, `explain` and `lazy[...]` read no tensor data;
 - ``t[key]`` equals ``whole[key]`` bit for bit, as torch (and for negative steps numpy) indexes the whole tensor. The

@@ -388,7 +388,7 @@ def test_piped_it_is_plain(model: tuple[Path, dict[str, torch.Tensor]], tmp_path
     assert "\x1b" not in done.stdout + done.stderr and "\r" not in done.stdout + done.stderr
     assert done.stdout.splitlines()[0].startswith("source") and done.stdout.splitlines()[-1].startswith("done")
     *before, last = done.stderr.splitlines()
-    assert re.fullmatch(r"out.zarr: [\d.]+[kK]B in \d\d:\d\d, [\d.]+[kKM]?B/s", last)
+    assert re.fullmatch(r"out.zarr: [\d.]+ KiB in \d\d:\d\d, [\d.]+ ([KM]i)?B/s", last)
     assert all(re.match(r"out.zarr: \d+%, ", line) for line in before), "a slow machine tells how far it is"
     quiet = process(model[0], tmp_path / "quiet.zarr", "--quiet")
     assert (quiet.returncode, quiet.stdout, quiet.stderr) == (0, "", "")
@@ -411,6 +411,16 @@ def test_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captur
         bar.add(5)
         raise ValueError("stop")
     assert capfd.readouterr().err == ""
+
+
+def test_quick_work_leaves_no_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for show, found in ((None, False), (True, True)):
+        with progress.Bar(10, "out", show) as bar:
+            bar.add(10)
+        assert ("100%" in capsys.readouterr().err) == found
 
 
 def test_progress_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,8 @@ def test_links_lead_somewhere(path: Path) -> None:
             headings = re.findall(r"^#+ (.+)$", there.read_text("utf-8"), re.MULTILINE)
             known = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
             assert anchor in known, f"{name_of(path)}: {target}"
+    for module in re.findall(r"\b(?:benchmarks|lazyckpt|tests|tools)/[a-z_/]+\.py\b", text):
+        assert (ROOT / module).exists(), f"{name_of(path)}: {module}"
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -253,3 +253,16 @@ def test_the_widget_is_one_of_anywidget(view: lazyckpt.CheckpointView) -> None:
     assert widget.model_id == data["application/vnd.jupyter.widget-view+json"]["model_id"]
     assert "layers" in data["text/html"] and "<script>alert" not in data["text/html"]
     widget.close()
+
+
+def test_pages_are_called_by_the_path_that_was_opened(
+    view: lazyckpt.CheckpointView, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("anywidget")
+    monkeypatch.chdir(tmp_path)
+    for path, title in (("model.pt", "model.pt"), (".", str(Path.cwd()))):
+        assert lazyckpt.open(path).widget().title == title
+    about = json.loads(Explorer(Subject(lazyckpt.open("model.pt"))).answer("about", parameters("")).body)
+    assert about["title"] == "model.pt"
+    part = lazyckpt.open("model.pt")["layers"].widget()
+    assert part.title == str(Path.cwd() / "model.pt")

@@ -76,6 +76,49 @@ def test_a_tensor_from_the_whole_to_one_element(browser: Browser, tmp_path: Path
         until(browser, "document.querySelector('.treemap-leaf') && !document.querySelector('.silence')")
 
 
+def test_colours_and_saved_pictures_say_what_they_are(browser: Browser, tmp_path: Path) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    weight = torch.randn(700, 600)
+    torch.save({"w": weight * torch.linspace(0.1, 1, 700)[:, None]}, tmp_path / "model.pt")
+    ends = "[...document.querySelectorAll('.heatmap + .colour-legend text')].map(e => Number(e.textContent))"
+    line = "[...document.querySelectorAll('.python code')].map(c => c.textContent).find(p => p.includes('.heatmap('))"
+    with lazyckpt.serve(tmp_path / "model.pt") as server:
+        page = f"http://127.0.0.1:{server.port}/#/tensor?name=w&view="
+        browser.driver.get(server.url)
+        browser.driver.get("about:blank")
+        browser.driver.get(page + "100,140,200,300")
+        plots = [until(browser, f"(p => p?.includes('limits=') && p)({line})")]
+        shown = [browser.js(f"return {ends}")]
+        browser.js("document.querySelector('[title^=\"keep these colours\"] input').click()")
+        until(browser, "location.hash.includes('limits=')")
+        browser.all(".heatmap canvas")[0].send_keys("0")
+        until(browser, "!location.hash.includes('view=')")
+        plots.append(until(browser, f"(p => !p?.includes('window=') && p)({line})"))  # they are held
+        shown.append(browser.js(f"return {ends}"))
+        browser.js("document.querySelector('[title^=\"keep these colours\"] input').click()")
+        plots.append(until(browser, f"(p => !p?.includes('limits=') && p)({line})"))
+        shown.append(browser.js(f"return {ends}"))
+        browser.all(".heatmap canvas")[0].send_keys(Keys.HOME)
+        browser.js(
+            "window.files = []; HTMLAnchorElement.prototype.click = () => {};"
+            "URL.createObjectURL = (blob) => (blob.text().then((text) => files.push([blob.type, text])), 'blob:');"
+            "for (const e of document.querySelectorAll('[aria-label^=\"save \"]')) e.click();"
+        )
+        files = until(
+            browser, "files.length >= 4 && files.flatMap(([type, text]) => type === 'image/svg+xml' ? text : [])"
+        )
+    for plot, colours in zip(plots, shown, strict=True):
+        names: dict[str, Any] = {}
+        exec(plot.replace("; lazyckpt.", "; found = lazyckpt.", 1), names)
+        low, high = names["found"].images[0].get_clim()
+        assert [colours[0], colours[-1]] == pytest.approx([low, high], rel=1e-2)
+    assert "limits=" not in plots[2]
+    assert shown[0] == shown[1] != shown[2]
+    for text in ("Values", ">w<", "model.pt", "mean of each cell", *(f">{end}<" for end in shown[2][:2])):
+        assert any(text in picture for picture in files), text
+
+
 def test_states_are_side_by_side_with_one_window(browser: Browser, tmp_path: Path) -> None:
     demo.write(tmp_path)
     name = "model.layers.0.mlp.down_proj.weight"
@@ -100,7 +143,8 @@ def test_states_are_side_by_side_with_one_window(browser: Browser, tmp_path: Pat
         for title in ("Ranks", "Tensor"):  # the page comes back as it was left
             browser.js(f"{tab.format(title)}.click()")
             until(browser, f"{tab.format(title)}.ariaCurrent === 'page'")
-        found = until(browser, f"(all => all.every(e => e.includes('window=((8, 24), (18, 54))')) && all)({lines})")
+        there = "all => all.length === 3 && all.every(e => e.includes('window=((8, 24), (18, 54))')) && all"
+        found = until(browser, f"({there})({lines})")
     plots = [eval(line.removeprefix("import lazyckpt; "), {"lazyckpt": lazyckpt}) for line in found]
     view = lazyckpt.open(tmp_path / "zero3")
     for plot, state in zip(plots, ("fp32", "exp_avg", "exp_avg_sq"), strict=True):

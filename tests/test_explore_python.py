@@ -81,6 +81,7 @@ PARTS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"r0": 2, "r1": 9, "c0": 3, "c1": 31, "rows": 7, "cols": 28},
     ),
     ({"name": "cube", "dims": "2,0", "at": "1:3", "scale": "quantile"}, {"dims": "2,0", "at": "1:3"}),
+    ({"name": "cube", "dims": "2,0", "at": "1:3", "limits": "-0.5,0.25"}, {"dims": "2,0", "at": "1:3"}),
     ({"name": "long", "view": "2,9,3,20"}, {"wrap": 64, "r0": 2, "r1": 9, "c0": 3, "c1": 20}),
 ]
 
@@ -92,6 +93,8 @@ def test_the_heat_map_and_the_values(tensors: Explorer, page: dict[str, Any], ti
     (values,) = (cells[name] for name in ("mean", "absmax") if name in cells)
     wanted = np.abs(values) if page.get("how") == "absmax" else values
     np.testing.assert_allclose(drawn(found["heatmap"]), wanted, rtol=1e-6)
+    if "limits" in page:
+        assert found["heatmap"].images[0].get_clim() == (-0.5, 0.25)
     plane = {key: tile[key] for key in ("dims", "at", "wrap") if key in tile}
     norms = asked(tensors, "tensor/norms", name=page["name"], **plane)
     np.testing.assert_array_equal(found["norms"].rows, norms["rows"])

@@ -33,6 +33,8 @@ from lazyckpt.explore.server import Server
 from lazyckpt.explore.subject import Subject
 from lazyckpt.exploring import Later, subject_of, title_of
 
+from .hostility import deadline
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -179,14 +181,15 @@ def test_what_the_folder_needs_is_light() -> None:
 def test_ctrl_c_does_not_wait_for_a_silent_storage(path: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/model.safetensors"
-        command = [sys.executable, "-u", "-m", "lazyckpt", "serve", "--token", "abc", url]
+        command = [sys.executable, "-m", "lazyckpt", "serve", "--token", "abc", url]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            page = process.stdout.readline().split(" at ")[1].strip()
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.get(page.replace("?token=abc", f"t/abc/{path}"), timeout=1)
-            process.send_signal(signal.SIGINT)
             try:
+                assert process.stdout is not None
+                with deadline():  # it is told while the server runs
+                    page = process.stdout.readline().split(" at ")[1].strip()
+                with pytest.raises(httpx.ReadTimeout):
+                    httpx.get(page.replace("?token=abc", f"t/abc/{path}"), timeout=1)
+                process.send_signal(signal.SIGINT)
                 _, errors = process.communicate(timeout=60)
             finally:
                 process.kill()

@@ -20,6 +20,7 @@ from safetensors.torch import load, save, save_file
 import lazyckpt
 from lazyckpt.explore.api import Answer, Explorer, endpoint_modules
 from lazyckpt.explore.fitting import plans
+from lazyckpt.explore.query import Cancelled
 from lazyckpt.explore.report import report
 from lazyckpt.exploring import subject_of
 
@@ -129,6 +130,12 @@ def test_a_rank_of_another_step_is_told(tmp_path: Path) -> None:
         found = answered(explorer.answer("ranks/steps", {}))["findings"]
         assert [one["code"] for one in found] == codes and all(one["severity"] == "error" for one in found)
         assert all("rank_1_" in one["text"] for one in found)
+    with pytest.raises(Cancelled):  # between two reads
+        left = iter([True, False])
+        Explorer(subject_of(tmp_path / "stale" / "global_step3")).answer("ranks/steps", {}, lambda: next(left))
+    shutil.rmtree(tmp_path / "stale")
+    explorer.forget()
+    assert answered(explorer.answer("ranks/steps", {}))["findings"] == found  # nothing is read again
 
 
 def test_pages_of_a_bucket_read_what_they_show(tmp_path: Path) -> None:
@@ -144,6 +151,10 @@ def test_pages_of_a_bucket_read_what_they_show(tmp_path: Path) -> None:
     assert explorer.answer("tensor/tile", {"name": "w", "rows": "64", "cols": "64"}).status == 200
     assert traffic.nbytes == 4 * MIB and not traffic.twice
     traffic.clear()
+    for path in ("tensor/histogram", "tensor/outliers", "tensor/norms", "tensor/values", "tensor/spectrum"):
+        assert explorer.answer(path, {"name": "w", "c1": "9", "r1": "9"}).status == 200
+    assert traffic.requests == 0  # it was read for the picture
+    explorer.forget()
     part = {"r0": "512", "r1": "768", "c0": "512", "c1": "768"}
     assert explorer.answer("tensor/tile", {"name": "w", "rows": "64", "cols": "64", **part}).status == 200
     assert traffic.nbytes <= 2 * 256 * 256 * 4

@@ -7,8 +7,11 @@ import os
 import random
 import socket
 import tarfile
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import pytest
 import torch
 
 import lazyckpt
-from lazyckpt.explore import sending
+from lazyckpt.explore import connections, sending
 from lazyckpt.explore.server import Server
 from lazyckpt.io.system import SENDS_FILES
 
@@ -97,8 +100,9 @@ def test_ranges_begin_and_end_anywhere(
     assert sent.nbytes > MIB
 
 
-def test_slow_clients_and_clients_that_leave(server: Server, converted: bytes) -> None:
-    """Many more than there are threads."""
+def test_slow_clients_and_clients_that_leave(server: Server, converted: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many more than there are threads: none of them keeps a thread that others wait for."""
+    monkeypatch.setattr(connections, "_POLLED", 2000)
     about = f"GET /t/{server.token}/hf/model.safetensors HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     descriptors = len(os.listdir("/proc/self/fd"))
     some: list[socket.socket] = []
@@ -108,7 +112,9 @@ def test_slow_clients_and_clients_that_leave(server: Server, converted: bytes) -
         one.connect(("127.0.0.1", server.port))
         one.sendall(about.encode())
         some.append(one)
+    before = time.monotonic()
     assert httpx.get(url(server), timeout=60).content == converted  # they do not stop the others
+    assert time.monotonic() - before < 10
     for one in some[::2]:
         one.close()
     for one in some[1::2][:2]:
@@ -153,7 +159,9 @@ def test_files_that_the_system_cannot_send_are_read(
 
 
 @pytest.mark.parametrize("fault", ["written", "shorter"])
-def test_no_whole_answer_has_bytes_of_a_changed_file(tmp_path: Path, fault: str) -> None:
+def test_no_whole_answer_has_bytes_of_a_changed_file(
+    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "model.pt"
     torch.save({"w": torch.zeros(24 * MIB, dtype=torch.uint8)}, path)
     with lazyckpt.serve(path) as server, httpx.stream("GET", url(server), timeout=20) as answer:
@@ -167,3 +175,66 @@ def test_no_whole_answer_has_bytes_of_a_changed_file(tmp_path: Path, fault: str)
                 file.write(b"1" * MIB)
         with pytest.raises(httpx.RemoteProtocolError, match=r"incomplete|peer closed"):
             list(pieces)
+        if fault == "shorter":  # before an answer begins, the error is the answer
+            again = httpx.get(url(server), headers={"Range": f"bytes={MIB}-"})
+            assert again.status_code == 500 and "Open the checkpoint again" in again.text
+    assert [record.message.split(" is ")[0] for record in caplog.records] == [str(path)]
+
+
+def test_an_error_of_the_disk_names_the_file(
+    server: Server, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(*args: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "sendfile", failing)
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(url(server))
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(f"{source}: ")
+
+
+def test_a_disk_that_does_not_answer_stops_nothing_else(
+    server: Server, converted: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even if those who wait for it leave, or the server is closed."""
+    answers, begun, send = threading.Event(), threading.Semaphore(0), os.sendfile
+
+    def slow(*args: Any) -> int:
+        begun.release()
+        answers.wait(20)
+        return send(*args)
+
+    monkeypatch.setattr(os, "sendfile", slow)
+    asked = f"GET /t/{server.token}/hf/model.safetensors HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    some = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3)]
+    for one in some:
+        one.sendall(asked)
+    assert begun.acquire(timeout=10) and begun.acquire(timeout=10)
+    for one in some[:2]:
+        one.close()
+    assert httpx.get(f"{server.address}api/v1/about").status_code == 200
+    assert httpx.get(url(server), headers={"Range": "bytes=-100"}).content == converted[-100:]
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.15  # nothing turns in circles
+    threading.Timer(1.3, answers.set).start()
+    server.close()
+    assert not server.running and not caplog.messages
+    some[2].close()
+
+
+def test_a_broken_request_ends_its_answer(server: Server, converted: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    about = f"GET /t/{server.token}/hf/model.safetensors HTTP/1.1\r\nHost: localhost\r\n"
+    found = bytearray()
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        one.settimeout(20)
+        one.connect(("127.0.0.1", server.port))
+        one.sendall(f"{about}Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n".encode())
+        found += one.recv(4096)
+        one.sendall(b"no number\r\n")
+        with suppress(ConnectionResetError):
+            while data := one.recv(MIB):
+                found += data
+    assert found.startswith(b"HTTP/1.1 200") and len(found) < len(converted)
+    assert not [record for record in caplog.records if record.exc_info]

@@ -202,7 +202,7 @@ def test_a_mode_travels_with_a_pickle(model: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_link_to_another_file_system(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that lies on NFS behind a link in a local folder is not mapped either."""
+    """A file that lies on NFS behind a link in a local folder is neither mapped nor sent by the system."""
     (tmp_path / "model.safetensors").symlink_to(model)
     real = os.fstat
     elsewhere = os.makedev(4000, 78)
@@ -218,6 +218,7 @@ def test_a_link_to_another_file_system(model: Path, tmp_path: Path, monkeypatch:
     assert store.maps_files
     assert store.map("model.safetensors") is None
     assert store.private("model.safetensors") is None
+    assert store.stored("model.safetensors", 0, 8) is None
     same(view["big"][3:9], load_file(model)["big"][3:9], "the same bytes")
 
 

@@ -168,7 +168,7 @@ def room_of(name: str) -> str:
     return name.split(".")[1] if "." in name else ""
 
 
-@pytest.mark.xdist_group("imports")  # one process parses the modules for both tests
+@pytest.mark.xdist_group("imports")  # one process parses the modules for all tests of imports
 def test_imports_point_down() -> None:
     wrong = []
     for name, path in FILES.items():
@@ -177,6 +177,21 @@ def test_imports_point_down() -> None:
         above = [o for o in imports(path) if room_of(o) != room and RANK[room_of(o)] >= RANK[room]]
         wrong += [f"{name} imports {other}" for other in above]
     assert not wrong
+
+
+@pytest.mark.xdist_group("imports")
+def test_the_map_has_every_module_above_what_it_imports() -> None:
+    """The map of CONTRIBUTING.md."""
+    listed = re.findall(r"^\| (`.+?) \| .+ \|$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.MULTILINE)
+    rows = {name.rstrip("/"): row for row, cell in enumerate(listed) for name in re.findall(r"`(.+?)`", cell)}
+    assert all((PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file() for name in rows)
+    at = {}
+    for name, path in FILES.items():
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        places = [row for row in (rows.get("/".join(parts[:n])) for n in range(1, len(parts) + 1)) if row is not None]
+        assert len(places) == 1 or parts == ("io", "__init__"), f"{name} is in {len(places)} rows of the map"
+        at[name] = places[0] if places else len(listed)
+    assert not [(name, o) for name, path in FILES.items() for o in imports(path) if at[o] < at[name]]
 
 
 @pytest.mark.xdist_group("imports")

@@ -15,12 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lazyckpt
+from lazyckpt import demo
+from lazyckpt.errors import MissingFileError
 from lazyckpt.inspect import planes
 from lazyckpt.inspect.bits import bits_of
 from lazyckpt.inspect.histogram import histogram_of
 from lazyckpt.inspect.norms import norms, outliers
 from lazyckpt.inspect.pixels import pooled
 from lazyckpt.lazy import LazyArray
+from lazyckpt.show.layout import boxes
 from lazyckpt.testing import opened
 
 from .lanes import rounds
@@ -150,6 +153,35 @@ def test_pooling_equals_numpy(case: Any) -> None:
         np.testing.assert_allclose(side, truths, rtol=1e-12)
 
 
+def test_lost_elements_are_left_out(tmp_path: Path) -> None:
+    demo.write(tmp_path)
+    sound = lazyckpt.open(tmp_path / "zero3")
+    truth = {name: t[...].double().numpy() for name, t in sound.items() if "1.mlp" in name or "layers" not in name}
+    (tmp_path / "zero3/global_step300/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    view = lazyckpt.open(tmp_path / "zero3")
+    for name in ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight"):
+        t, x = view[name], truth[name]
+        held = np.ones(x.shape, bool)
+        for block in boxes(t):
+            held[block.box.slices] &= not block.holder.missing
+        wrap = 5 if t.ndim == 1 else None
+        flat = x if wrap is None else np.append(x, np.full(-len(x) % wrap, np.nan)).reshape(-1, wrap)
+        mask = held if wrap is None else np.append(held, np.zeros(-len(x) % wrap, bool)).reshape(-1, wrap)
+        found = pooled(t, *flat.shape, wrap=wrap, lost=True)
+        np.testing.assert_array_equal(found.mean, np.where(mask, flat, np.nan))
+        coarse = pooled(t, 3, 2, wrap=wrap, lost=True)
+        assert coarse.lost is not None and coarse.count.sum() == held.sum() == coarse.read
+        assert coarse.lost.sum() == (~held).sum() > 0
+        assert (coarse.low[coarse.count > 0].min(), np.nanmax(coarse.high)) == (x[held].min(), x[held].max())
+    with pytest.raises(MissingFileError):
+        pooled(view["model.embed_tokens.weight"])
+
+
+def test_a_window_behind_the_end_of_a_wrapped_tensor_is_empty(tmp_path: Path) -> None:
+    found = pooled(saved(torch.ones(49), tmp_path), 1, 1, wrap=48, window=((1, 2), (1, 2)))
+    assert found.count.tolist() == [[0]] and np.isnan(found.mean).all() and found.read == 0
+
+
 @settings(max_examples=rounds(40), deadline=None)
 @given(
     st.integers(1, 200), st.data(), st.sampled_from([torch.float32, torch.bfloat16, FP4]), st.booleans(),
@@ -205,7 +237,7 @@ def test_outliers_and_histograms_equal_numpy(dtype: torch.dtype, tmp_path: Path)
         assert one.exact
         assert one.counts.sum() == good.size
         assert (one.moments.low, one.moments.high) == (good.min(), good.max())
-        np.testing.assert_allclose(one.l2, np.linalg.norm(good), rtol=1e-12)
+        np.testing.assert_allclose(one.moments.l2, np.linalg.norm(good), rtol=1e-12)
         if not log:
             np.testing.assert_array_equal(one.counts, np.histogram(good, one.edges)[0])
         else:
@@ -276,7 +308,7 @@ def test_a_sample_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("across", [False, True])
 def test_a_sample_has_some_columns_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, across: bool) -> None:
-    monkeypatch.setattr(planes, "_SAMPLE", 40_000)
+    monkeypatch.setattr(planes, "SAMPLE", 40_000)
     values = torch.arange(150_000.0).reshape(3, 50_000)
     torch.save({"w": values.T.contiguous() if across else values}, tmp_path / "w.pt")
     view, counts = opened(tmp_path / "w.pt")

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from lazyckpt import DataError, MissingFileError
 from lazyckpt.core.box import Box, c_strides, remainder
+from lazyckpt.core.copies import Copy
 from lazyckpt.core.extents import Extent, Hole
 from lazyckpt.core.placement import Part
-from lazyckpt.core.plan import Copy, earlier_overlaps, overlaps, plan
+from lazyckpt.core.plan import earlier_overlaps, overlaps, plan
 from lazyckpt.core.specs import Fragment, TensorSpec
 
 from .lanes import rounds

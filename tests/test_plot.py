@@ -46,6 +46,11 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor]) -> lazyckpt.Checkpoint
     return lazyckpt.open(folder / "model.pt", cache=False)
 
 
+def notes_of(ax: Any) -> str:
+    """The notes below the title."""
+    return " ".join(text.get_text().replace("\n", " ") for text in ax.texts if text.get_gid() == "note")
+
+
 def overlapping(ax: Any) -> int:
     """Labels of the vertical axis that are drawn over the one before."""
     ax.figure.canvas.draw()
@@ -67,8 +72,8 @@ def test_hist(tmp_path: Path, dtype: torch.dtype) -> None:
     drawn = ax.patches[0].get_data()
     assert drawn.values.tolist() == counts.tolist() and drawn.edges.tolist() == edges.tolist()
     assert ax.get_title() == "a.w"
-    assert f"{'f32' if dtype == torch.float32 else 'bf16'} [300, 50]" in style.notes_of(ax)
-    assert "not drawn: 1 NaN, 1 +Inf, 1 -Inf" in style.notes_of(ax)
+    assert f"{'f32' if dtype == torch.float32 else 'bf16'} [300, 50]" in notes_of(ax)
+    assert "not drawn: 1 NaN, 1 +Inf, 1 -Inf" in notes_of(ax)
     assert ax.get_xlabel() and ax.get_ylabel()
     again = view.plot.hist("a.w", [-1, 0, 1], ax=ax)
     assert again is ax and ax.patches[1].get_data().edges.tolist() == [-1, 0, 1]
@@ -288,7 +293,7 @@ def test_layout_of_a_lost_file(dcp_hole: tuple[lazyckpt.CheckpointView, Case]) -
     t = max((t for t in view.values() if any(c.missing for c in drawing(t).cells)), key=lambda t: t.numel())
     ax = view.plot.layout(t.name)
     assert [bool(p.get_hatch()) for p in ax.patches] == [c.missing for c in drawing(t).cells]
-    assert "its file is missing" in style.notes_of(ax)
+    assert "its file is missing" in notes_of(ax)
 
 
 def test_colours_tell_ranks_apart() -> None:
@@ -313,18 +318,23 @@ def test_heat_maps(tmp_path: Path) -> None:
     ax = view["w"].plot.heatmap()
     (image,) = ax.images
     assert np.ma.filled(image.get_array(), np.nan) == pytest.approx(w.double().numpy(), nan_ok=True)
-    assert image.norm.vmin == -image.norm.vmax and "1 NaN" in style.notes_of(ax)
+    assert image.norm.vmin == -image.norm.vmax and "1 NaN" in notes_of(ax)
     assert [(line.get_xdata().tolist(), line.get_ydata().tolist()) for line in ax.lines] == [([2.0], [1.0])]
     ax = view.plot.heatmap("w", "absmax", cells=4)
     want = w.nan_to_num(0).abs().view(4, 2, 4, 3).amax((1, 3))
     assert np.asarray(ax.images[0].get_array()) == pytest.approx(want.double().numpy())
-    assert "2 x 3 elements in a cell" in style.notes_of(ax) and ax.images[0].norm.vmin == 0
+    assert "2 x 3 elements in a cell" in notes_of(ax) and ax.images[0].norm.vmin == 0
     assert view["positive"].plot.heatmap().images[0].norm.vmin >= 0
     part = view["cube"].plot.heatmap(dims=(0, 2), at={1: 3})
     assert np.asarray(part.images[0].get_array()) == pytest.approx(view["cube"][:, 3].double().numpy())
     assert view["long"].plot.heatmap().images[0].get_array().shape[1] == 64
     with pytest.raises(DataError, match="no pooling"):
         view["w"].plot.heatmap("median")
+    held = view["w"].plot.heatmap(window=((0, 1), (0, 3)), limits=(-2, 0.5))
+    assert held.images[0].get_clim() == (-2, 0.5)
+    for wrong in ({"limits": (1, 1)}, {"limits": (0, 1), "scale": "quantile"}, {"limits": (0, 1), "full": True}):
+        with pytest.raises(DataError, match="limits="):
+            view["w"].plot.heatmap(**wrong)
 
 
 def test_norms_of_rows_and_columns(tmp_path: Path) -> None:
@@ -334,7 +344,7 @@ def test_norms_of_rows_and_columns(tmp_path: Path) -> None:
     view = saved(tmp_path, {"w": w, "v": torch.ones(3)})
     ax = view["w"].plot.row_norms()
     assert ax.lines[0].get_ydata() == pytest.approx(w.norm(dim=1).numpy())
-    assert written(ax, "outlier") == ["7"] and "1 row of norm 0" in style.notes_of(ax)
+    assert written(ax, "outlier") == ["7"] and "1 row of norm 0" in notes_of(ax)
     assert view.plot.column_norms("w").lines[0].get_ydata() == pytest.approx(w.norm(dim=0).numpy())
     with pytest.raises(DataError, match="matrices"):
         view["v"].plot.row_norms()
@@ -432,7 +442,7 @@ def test_ranks(zero_cases: dict[str, Case], tmp_path: Path) -> None:
     shutil.copytree(view.root, tmp_path / "lost")
     next((tmp_path / "lost").glob("*/*pp_rank_1_*optim_states.pt")).unlink()
     ax = lazyckpt.open(tmp_path / "lost").plot.ranks()
-    assert [bool(patch.get_hatch()) for patch in ax.patches] == [True] and "missing" in style.notes_of(ax)
+    assert [bool(patch.get_hatch()) for patch in ax.patches] == [True] and "missing" in notes_of(ax)
     flat = saved(tmp_path, {"w": torch.ones(4)}).plot.ranks()
     assert [bar.get_width() for bar in flat.patches] == [16]
 
@@ -540,10 +550,6 @@ def test_dark(tmp_path: Path) -> None:
         assert ax.title.get_color() == face.ink and ax.get_facecolor() == matplotlib.colors.to_rgba(face.paper)
 
 
-# -- without matplotlib
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "agg"])
 def test_a_notebook_shows_a_figure_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """The inline backend shows what is open when the cell ends, so the value of a cell is no longer open."""
@@ -556,6 +562,10 @@ def test_a_notebook_shows_a_figure_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert plt.fignum_exists(figure.number) == (backend == "agg")
 
 
+# -- without matplotlib
+
+
+@pytest.mark.slow
 def test_without_matplotlib(tmp_path: Path) -> None:
     saved(tmp_path, {"w": torch.ones(3, 3)})
     program = f"""

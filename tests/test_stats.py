@@ -27,6 +27,8 @@ from lazyckpt import cli
 from lazyckpt.core.dtypes import to_numpy
 from lazyckpt.errors import DataError, MissingFileError
 from lazyckpt.inspect import moments, packs, stats
+from lazyckpt.inspect.histogram import histogram_of
+from lazyckpt.inspect.norms import norms
 from lazyckpt.inspect.table import Histogram, Stats, Table
 from lazyckpt.testing.counting import opened
 
@@ -189,6 +191,36 @@ def test_extremes_of_float64(tmp_path: Path) -> None:
     found = view["w"].stats(bins=2)
     assert (found.min, found.max, found.absmax, found.zeros, found.l2) == (-big, big, big, 1, math.inf)
     assert found.histogram == Histogram((-big, 0.0, big), (1, 3))
+
+
+@pytest.mark.parametrize("exponent", [-1000, -700, 700, 1000])
+def test_squares_beyond_float64(tmp_path: Path, exponent: int) -> None:
+    w = torch.randn(60, 40, generator=torch.Generator().manual_seed(0), dtype=torch.float64).clamp(-4, 4)
+    w = (w * 1024).round() / 1024  # with the exponent they are still normal numbers
+    unit = 2.0 ** (exponent / 2)
+    far = w * unit * unit
+    mixed = torch.cat([torch.zeros(3, 40, dtype=torch.float64), w[:30], far, w[30:]])
+    apart = {f"row {n}": far[n].clone() for n in range(4)}
+    view = saved(tmp_path, {"near": w, "far": far, "mixed": mixed, "long": far.repeat(20, 1), **apart})
+    near, far_, long = (view[name].stats() for name in ("near", "far", "long"))
+    for column in ("mean", "std", "l2", "l1", "max"):
+        assert getattr(far_, column) == math.ldexp(getattr(near, column), exponent), column
+    assert long.std == pytest.approx(far_.std) and long.l2 == pytest.approx(far_.l2 * math.sqrt(20))
+    table = view.select("row *").stats()
+    assert table.total.l2 == pytest.approx(math.ldexp(float(w[:4].norm()), exponent))
+    assert [one.l2 for one in table] == pytest.approx([math.ldexp(float(w[n].norm()), exponent) for n in range(4)])
+    # in the total, the smaller numbers hardly count
+    assert view["mixed"].stats().l2 == pytest.approx(far_.l2 if exponent > 0 else near.l2)
+    assert histogram_of(view["far"]).as_dict()["l2"] == far_.l2
+    sides = norms(view["far"], 7, 40), norms(view["near"], 7, 40)
+    for side in ("rows", "cols"):
+        of_far, of_near = (getattr(one, side) for one in sides)
+        np.testing.assert_array_equal(of_far, np.ldexp(of_near, exponent))
+    rows = norms(view["mixed"]).rows
+    np.testing.assert_allclose(rows[33:93], np.ldexp(w.norm(dim=1).numpy(), exponent), rtol=1e-14)
+    np.testing.assert_allclose(rows[3:33], w[:30].norm(dim=1).numpy(), rtol=1e-14)
+    found = stats.singular_values(view["far"])
+    np.testing.assert_allclose(found, np.ldexp(stats.singular_values(view["near"]), exponent), rtol=1e-9)
 
 
 def test_bins_between_neighbouring_numbers(tmp_path: Path) -> None:
@@ -565,12 +597,12 @@ def test_shell_json_and_csv(model: Path) -> None:
     found = json.loads(shell(model, "--json", "--bins", "3"), parse_constant=refuse)
     table = view.stats(bins=3)
     assert found["tensors"] == table.as_dicts() and found["total"]["nan"] == 1
-    torch.save({"w": torch.tensor([math.nan]), "v": torch.tensor([1e200, 1e200], dtype=torch.float64)}, model)
+    torch.save({"w": torch.tensor([math.nan]), "v": torch.tensor([1.5e308, 1.5e308], dtype=torch.float64)}, model)
     nothing, large = json.loads(shell(model, "--json"), parse_constant=refuse)["tensors"]
     assert nothing["mean"] is None and large["l2"] == "Infinity"
     lines = shell(model, "--csv").splitlines()
     assert lines[0].split(",")[:4] == ["name", "dtype", "shape", "count"]
-    assert lines[2].startswith("v,float64,2,2,0,0,0,0,1e+200,")
+    assert lines[2].startswith("v,float64,2,2,0,0,0,0,1.5e+308,")
 
 
 @pytest.mark.slow

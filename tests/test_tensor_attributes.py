@@ -13,7 +13,7 @@ import torch
 
 import lazyckpt
 from lazyckpt.io.containers.pickle.plain import TensorRef
-from lazyckpt.testing.contract import same
+from lazyckpt.testing import same
 
 from .handmade import (
     call,

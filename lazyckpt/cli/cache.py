@@ -16,6 +16,7 @@ from ..formats.cache import folder
 from ..formats.cache.opening import clear, kept
 from ..io.storage.cache import BlockCache, Kept, configured
 from ..io.storage.urls import is_remote, without_protocol
+from ..io.user_folder import Refused
 from .console import write_line, write_text
 from .options import JsonOption
 
@@ -67,7 +68,7 @@ def cache(
             _clear(blocks, path, limit, as_json)
         else:
             _list(_there(kept, []), _there(blocks.kept, []), _there(blocks.most, 0), as_json)
-    except folder.Refused as e:
+    except Refused as e:
         raise DataError(f"the cache is not used: {e}. `lazyckpt cache path` prints its folder") from None
 
 

@@ -115,7 +115,7 @@ _Average = Annotated[
     str | None,
     typer.Option(
         metavar="STEPS",
-        help="SRC is a run; the mean of steps: all, last:5, or 100,200-400.",
+        help="If PATH is a run, the mean of steps: all, last:5, or 100,200-400.",
         autocompletion=completing.steps,
     ),
 ]
@@ -246,7 +246,7 @@ def convert(
 
     --dequantize writes the weights that the codes and scales of a quantized model mean, under the names of the
     unquantized model. Other tensors keep their dtypes. A folder of safetensors or torch also gets config.json without
-    quantization_config, and the tokenizer, if they are beside SRC.
+    quantization_config, and the tokenizer, if they are beside PATH.
 
     --quantize writes codes and scales that transformers loads, with their quantization_config in config.json.
     Quantized models need --dequantize, too.
@@ -256,12 +256,12 @@ def convert(
     the same call resumes, too.
 
     --layers, --keep-experts, --drop-experts and --upcycle write the model with other layers or experts, numbered anew.
-    Config.json, if it is beside SRC, says so in a folder of safetensors or torch.
+    A folder of safetensors or torch also gets the config.json beside PATH, changed accordingly.
 
     --average writes an average of the checkpoints of a run, in one pass, a piece of one step at a time.
 
     Several machines: --cluster hands the work to their workers; --shard-of-work $SLURM_PROCID/$SLURM_NTASKS needs only
-    a common file system.
+    a shared file system.
     """
     wanted = Wanted(
         select,

@@ -63,9 +63,9 @@ def diff(
     largest difference; the tensors that differ most come first, and those of repeated layers have one line with the
     numbers of the layer that differs most.
 
-    Works in bounded memory. Tensors of equal dtype are compared bit by bit, others by value. Where both have manifests
-    that are still of their files, tensors of equal digests are not read, and the last line says so. A or B may be a
-    manifest. --base is the base of those sides that are deltas.
+    Works in bounded memory. Tensors of equal dtype are compared bit by bit, others by value. If both have manifests
+    that still belong to their files, tensors with equal digests are not read, and the last line says so. A or B may be
+    a manifest. --base is the base of those sides that are deltas.
 
     Exit codes: 0 all tensors are equal, 1 something differs, 2 an error.
     """

@@ -47,7 +47,7 @@ def report(
     with console(err=True).status("Reading the names") as status:  # shows nothing where there is no terminal
 
         def told(held: int, nbytes: int) -> None:
-            status.update(f"{held:,} answers, {human_bytes(nbytes)} of {human_bytes(limits[0])}")
+            status.update(f"{held:,} pictures and tables, {human_bytes(nbytes)} of {human_bytes(limits[0])}")
 
         written = write_report(explorer, output, *limits, told)
     write_line((str(written), ""))

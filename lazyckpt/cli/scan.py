@@ -28,7 +28,7 @@ def scan(
     Errors: functions that can run code. Warnings: names that are not known to be harmless, and code beside the weights.
     Notes: classes of known packages.
 
-    Exit codes: 0 good, 1 findings at or above --fail-on, 2 it cannot be opened.
+    Exit codes: 0 good, 1 findings at or above --fail-on, 2 PATH cannot be opened.
     """
     if as_json and sarif:
         raise DataError("--json and --sarif exclude each other: leave one out")

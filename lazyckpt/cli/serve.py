@@ -62,8 +62,8 @@ def serve(
     """Show a checkpoint in a web browser.
 
     A run, or two checkpoints side by side, can be shown, too. Prints the address of the page and serves it until
-    Ctrl-C. The server only reads, and listens on this machine alone unless --host says otherwise. Who does not know the
-    token of the address sees nothing.
+    Ctrl-C. The server only reads, and listens on this machine alone unless --host says otherwise. Requests without the
+    token of the address are refused.
 
     It also offers the checkpoint as if it had been converted, without writing anything: as a folder of safetensors
     (hf/) and as a Zarr store (zarr/), for curl, safetensors, transformers, zarr and xarray.
@@ -89,6 +89,7 @@ def serve(
         write_line((f"As a folder of safetensors: {server.address}hf/", "dim"))
         write_line((f"As a Zarr store: {server.address}zarr/", "dim"))
         write_line(("Ctrl-C stops it.", "dim"))
+        sys.stdout.flush()  # a pipe or a log has the address while the server runs
         if browser:
             webbrowser.open(server.url)
         try:

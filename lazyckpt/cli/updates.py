@@ -66,7 +66,7 @@ def updates(
     """Compute how large the optimizer's last step was.
 
     The step is computed from the optimizer's states that the checkpoint has: for AdamW, SGD, Lion, Adafactor and Muon.
-    Its norm rises before the loss does. States and weights are read once.
+    When a training becomes unstable, its norm rises before the loss does. States and weights are read once.
 
     Lines on the standard error output say what is assumed, and what cannot be computed without further options.
     """

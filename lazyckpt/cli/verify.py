@@ -36,10 +36,10 @@ def verify(
 ) -> None:
     """Check whether a checkpoint is whole and its values are sane.
 
-    By default every byte is read once: missing and damaged files, checksums, NaN, infinities, outliers, dead rows,
-    moments that cannot be.
+    By default every byte is read once. Finds missing and damaged files, wrong checksums, NaN, infinities, outliers,
+    dead rows, and impossible moments.
 
-    Exit codes: 0 good, 1 findings at or above --fail-on, 2 it cannot be opened.
+    Exit codes: 0 good, 1 findings at or above --fail-on, 2 PATH cannot be opened.
     """
     if (quick and full) or (as_json and sarif):
         raise DataError("--quick and --full, and --json and --sarif, exclude each other: leave one out")

@@ -61,8 +61,8 @@ class Extent:
 class Archive:
     """A file of torch.save inside another file, which holds one tensor.
 
-    The position of the elements in it is looked up at the first read (io/archives.py), because a checkpoint may have
-    hundreds of thousands of archives.
+    The position of the elements in it is looked up at the first read (io/reading/packed.py), because a checkpoint may
+    have hundreds of thousands of archives.
 
     Attributes
     ----------
@@ -168,7 +168,7 @@ class ZipEntry(NamedTuple):
 class Chunk:
     """A chunk of a chunked array. It may be absent.
 
-    Whether the chunk exists, and its position, is looked up at the first read (io/chunks.py).
+    Whether the chunk exists, and its position, is looked up at the first read (io/reading/packed.py).
 
     Attributes
     ----------

@@ -37,14 +37,16 @@ def place_of(view: Namespace[Any]) -> str:
 
 
 _OPENED = "opened by"  # key of `Namespace.kept`
+_ADDRESS = "opened at"  # key of `Namespace.kept`
 
 
 def note_opening(view: Namespace[Any], call: str, path: str, options: Mapping[str, Any]) -> None:
-    """Remember what a view was opened with, for `opening_of`: the function, the path and the options. Options that are
-    None are left out. If one is no plain data, nothing is remembered."""
+    """Remember what a view was opened with, for `opening_of` and `address_of`: the function, the path and the options.
+    Options that are None are left out. If one is no plain data, only the path is remembered."""
     told = {name: _plain(value) for name, value in options.items() if value is not None}
+    shown = without_secrets(path, {}) if "://" in path else path
+    view.kept[_ADDRESS] = shown_path(path)
     if all(value is not None for value in told.values()):
-        shown = without_secrets(path, {}) if "://" in path else path
         text = "".join(f", {name}={value}" for name, value in told.items())
         view.kept[_OPENED] = f"{call}({shown!r}{text})"
 
@@ -65,6 +67,19 @@ def opening_of(view: Namespace[Any]) -> str | None:
     """Return the call of Python that opens a view; None if the view is derived from others, or if its options cannot be
     shown."""
     return view.kept.get(_OPENED)
+
+
+def shown_path(path: str) -> str:
+    """Return a path or URL for titles: without secrets, and absolute if it is "." or ends in ".."."""
+    if "://" in path:
+        return without_secrets(path, {})
+    return os.path.abspath(path) if os.path.basename(os.path.normpath(path)) in ("", ".", "..") else path
+
+
+def address_of(view: Namespace[Any]) -> str:
+    """Return the path or URL that a view was opened with, without secrets. For a derived view, return `place_of` it."""
+    address: str | None = view.kept.get(_ADDRESS)
+    return place_of(view) if address is None else address
 
 
 class Sources:

@@ -123,7 +123,8 @@ class Explorer:
         return answer
 
     def forget(self) -> None:
-        """Forget the answers that are kept to be given again."""
+        """Forget the answers, and the elements, that are kept to be given again."""
+        self.subject.forget()
         with self._lock:
             self._answers.clear()
             self._size = 0

@@ -7,14 +7,16 @@ of the answer would use up the server's connections.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ..io.system import SENDS_FILES, File
-from .threads import in_threads
+from .threads import apart, in_threads
 
 if TYPE_CHECKING:
     from ..io.storage.base import Stored
@@ -30,7 +32,11 @@ _PATIENCE = 20.0  # seconds in which a request has to come, from the first byte 
 _STALLED = 60.0  # seconds after which a client that takes nothing of its answer is given up
 _AT_ONCE = 2  # connections to which files are sent at the same time
 _STEP = 4 << 20  # bytes that a thread sends before it may serve another connection
-_POLLED = 5  # milliseconds for which a thread waits for a client
+_POLLED = 5  # milliseconds for which a thread waits for a client, if no other connection waits for a thread
+# errors of a connection, not of the file that is sent
+_LOST = frozenset(
+    (errno.EPIPE, errno.ECONNRESET, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+)
 _FULL = f"The server has {CONNECTIONS} connections, and answers no more at the same time. Try again later.\n".encode()
 
 
@@ -58,10 +64,14 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
     stalled
         Seconds after which a client that takes nothing of its answer is given up.
     """
-    from h11 import Data
+    from h11 import IDLE, Data
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     threads = ThreadPoolExecutor(_AT_ONCE, "lazyckpt sendfile")
+    turns = 0  # connections that have a thread or wait for one
+
+    def crowded() -> bool:
+        return turns > _AT_ONCE
 
     class Connection(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -99,6 +109,13 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
             self.cycle.keep_alive = False
             return True
 
+        def send_400_response(self, msg: str) -> None:
+            """Answer what is no HTTP. If it is the body of a request, the answer to the request ends."""
+            if self.conn.our_state is IDLE:
+                super().send_400_response(msg)
+            else:
+                self.transport.abort()
+
         def pause_writing(self) -> None:
             super().pause_writing()
             self._stalled = self.loop.call_later(stalled, self.transport.abort)
@@ -116,11 +133,12 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
                 if message["type"] != STORED:
                     await send(message)
                 elif not cycle.disconnected:
-                    await self._send_stored(cycle, message["stored"])
+                    await apart(self._send_stored(cycle, message["stored"]))
 
             await app(scope, receive, sent)
 
         async def _send_stored(self, cycle: Any, stored: Stored) -> None:
+            nonlocal turns
             self.transport.set_write_buffer_limits(0)
             await self.flow.drain()  # the transport buffers nothing that has to be sent before
             if cycle.disconnected:
@@ -130,13 +148,19 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
             out = os.dup(self.transport.get_extra_info("socket").fileno())  # the loop leaves others those of transports
             try:
                 while count and not cycle.disconnected:
+                    turns += 1
                     try:
-                        done = await in_threads(threads, partial(_send, out, stored.file, offset, min(count, _STEP)))
-                    except ConnectionError:
+                        turn = partial(_send, out, stored.file, offset, min(count, _STEP), crowded)
+                        done = await in_threads(threads, turn)
+                    except OSError as e:
+                        if e.errno not in _LOST:
+                            raise stored.failed(e) from e
                         self.transport.abort()
                         return
+                    finally:
+                        turns -= 1
                     offset, count = offset + done, count - done
-                    if not done:
+                    if not done and not cycle.disconnected:
                         await self._until_writable(out)
             finally:
                 os.close(out)
@@ -192,9 +216,10 @@ def _set(future: asyncio.Future[None] | None) -> None:
         future.set_result(None)
 
 
-def _send(out: int, file: File, offset: int, count: int) -> int:
+def _send(out: int, file: File, offset: int, count: int, crowded: Callable[[], bool]) -> int:
     """Send bytes of a file as long as the client takes them at once; return how many. The system begins to read from
-    the disk what is sent next. Raises EOFError if the file is shorter."""
+    the disk what is sent next. If others wait for the thread (``crowded``), it does not wait for the client. Raises
+    OSError: of the file, or of the connection."""
     if not (file.cached(offset + count - 1) and file.cached(offset + 2 * count - 1)):
         file.prefetch(offset, 2 * count)
     done, waiting = 0, select.poll()
@@ -203,10 +228,10 @@ def _send(out: int, file: File, offset: int, count: int) -> int:
         try:
             sent = file.send(out, offset + done, count - done)
         except BlockingIOError:
-            if not waiting.poll(_POLLED):
-                break
-            continue
+            if any(waiting.poll(0 if crowded() else 1) for _ in range(_POLLED)):
+                continue
+            break
         if not sent:
-            raise EOFError("the file is shorter than it was")
+            raise OSError(errno.ENODATA, "the file is shorter than it was")
         done += sent
     return done

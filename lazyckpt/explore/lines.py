@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from glob import escape
-from math import ceil, floor
+from math import ceil, floor, isfinite
 from typing import Any
 
 from ..derive.arithmetic import difference
@@ -149,12 +149,22 @@ def _cells(plane: Plane, window: Window | None) -> tuple[int, int] | None:
     return None if tuple(cells) == own else (cells[0], cells[1])
 
 
+def _limits(query: Query) -> tuple[float, float] | None:
+    """Return the ends of the colours on screen; None if the plot is to find them."""
+    try:
+        low, high = (float(one) for one in query.text("limits", "").split(","))
+    except ValueError:
+        return None
+    return (low, high) if low < high and isfinite(high - low) else None
+
+
 def heatmap(query: Query, t: LazyArray) -> str:
     """Return the arguments of `TensorPlots.heatmap` that draw what the page of a tensor draws."""
     plane, options = _drawn(query, t)
     window = _window(query, plane)
     how = query.text("how", "mean")
     scale = query.text("scale", "linear")
+    limits = _limits(query) if scale != "quantile" else None
     share = 1.0
     if window is not None:
         share = (window[0][1] - window[0][0]) * (window[1][1] - window[1][0]) / max(1, plane.height * plane.width)
@@ -165,7 +175,8 @@ def heatmap(query: Query, t: LazyArray) -> str:
         **options,
         window=window,
         scale=scale if scale in ("symlog", "quantile") else None,
-        full=True if query.text("range", "") == "full" else None,
+        full=True if limits is None and query.text("range", "") == "full" else None,
+        limits=limits,
         exact=None if everything else False,
     )
 

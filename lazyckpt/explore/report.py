@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.units import human_bytes
-from ..derive.sources import place_of
+from ..derive.sources import address_of
 from ..errors import DataError, DestinationError, printable
 from ..jobs.guard import local_path
 from ..jobs.places import Folder
@@ -46,7 +46,7 @@ class Written:
 
     def __str__(self) -> str:
         more = f", {self.left_out:,} or more left out to keep to the limits" if self.left_out else ""
-        return f"{self.path}: {human_bytes(self.nbytes)}, {self.answers:,} answers{more}"
+        return f"{self.path}: {human_bytes(self.nbytes)}, {self.answers:,} pictures and tables{more}"
 
 
 def report(
@@ -86,7 +86,7 @@ def report(
     path = local_path(dest)
     _check_apart(path, explorer.subject)
     style, script = (asset(name).decode("ascii") for name in ("explorer.css", "explorer.js"))
-    title = explorer.subject.title or place_of(explorer.subject.view)
+    title = explorer.subject.title or address_of(explorer.subject.view)
     commands = _commands(explorer.subject)
     fixed = len(style) + len(script) + _ROOM + 6 * len(title) + length_of(to_json(commands))
     if fixed > max_size:
@@ -126,7 +126,7 @@ def _host(found: Filled, subject: Subject, max_size: int, max_read: int, command
 def _commands(subject: Subject) -> dict[str, str]:
     """Return the commands that show everything, and that write more into a report."""
     views = [subject.view, *([] if subject.other is None else [subject.other])]
-    places = [subject.title] if subject.title and subject.other is None else [place_of(view) for view in views]
+    places = [subject.title] if subject.title and subject.other is None else [address_of(view) for view in views]
     paths = " ".join(shlex.quote(printable(place)) for place in places)
     return {"serve": f"lazyckpt serve {paths}", "larger": f"lazyckpt report {paths}"}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..io.storage.base import Stored
 from .blocks import HELD, Blocks, Lease, Shared
 from .connections import STORED
-from .threads import in_threads
+from .threads import apart, in_threads
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -121,7 +121,7 @@ class Streams:
         known = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
         if tag in known or "*" in known:
             return Response(status_code=304, headers=headers)
-        wanted = request.headers.get("range")
+        wanted = request.headers.get("range") if request.method == "GET" else None
         if wanted is not None and request.headers.get("if-range", tag) != tag:
             wanted = None
         span = None if wanted is None else span_of(wanted, file.size)
@@ -170,7 +170,8 @@ class Streams:
             runs: list[tuple[int, Stored]] = []
             if file.stored is not None:
                 stop = min(at + _AHEAD, end)
-                runs = await in_threads(self._blocks.threads, partial(file.stored, at, min(stop, last), _LEAST))
+                find = partial(file.stored, at, min(stop, last), _LEAST)
+                runs = await apart(in_threads(self._blocks.threads, find))
             for first, run in [*runs, (stop, None)]:
                 async with aclosing(self.pieces(file, at, first)) as pieces:
                     async for piece in pieces:

@@ -189,11 +189,11 @@ def _sent(request: Request, answer: Answer, headers: dict[str, str]) -> Response
 
 class _Short(logging.Filter):
     """Makes one line of an expected error that ends a response which has begun, and none of requests that `close`
-    ends."""
+    ends: neither of each nor of their number."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if isinstance(error, asyncio.CancelledError):
+        if isinstance(error, asyncio.CancelledError) or str(record.msg).startswith("Cancel "):
             return False
         if isinstance(error, LazyckptError | OSError):
             record.msg, record.args, record.exc_info, record.exc_text = "%s", (error,), None, None

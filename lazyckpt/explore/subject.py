@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, Protocol, cast
 
 from ..derive.arithmetic import difference
 from ..derive.updates import Steps, steps_of
 from ..errors import DataError, TensorNotFoundError
+from ..inspect.loaded import is_far, is_whole, loaded
 from ..lazy import LazyArray
 from ..namespace import Namespace
 from .query import Query
 
 View = Namespace[Any]
 _KEY = "steps"  # of `Namespace.kept`
+_LOADED, _LOADING = "loaded tensor", "loading a tensor"  # of `Namespace.kept`
+_PATIENCE = 0.1  # seconds between two looks whether an answer is still wanted
 _KEPT = 4  # steps whose views are kept with what is computed for them
 
 
@@ -174,6 +178,55 @@ class Subject:
         if of == "change":
             return self._changed(query, part, name)
         return cast("LazyArray", found)
+
+    def whole(self, query: Query, reads: bool = True) -> LazyArray:
+        """Return the tensor of a request that needs all of its elements.
+
+        One that is behind a network is read once, if it has at most `AUTO` bytes: the last one stays in memory for the
+        other requests of its page, and of a report.
+
+        Parameters
+        ----------
+        query
+            The parameters of `tensor`.
+        reads
+            False if the request needs only some elements: then nothing is read before they are needed.
+
+        Raises
+        ------
+        DataError, TensorNotFoundError
+            As `tensor` raises them.
+        LazyckptError
+            What reading raises.
+        """
+        t = self.tensor(query)
+        if t.nbytes > AUTO or not is_far(t):
+            return t
+        names = ("side", "state", "of", "name")
+        step = self.step(query) if self.run is not None else None
+        key = (step, *(query.text(name, "") for name in names))
+        kept = self.view.kept
+        found: tuple[object, LazyArray] | None = kept.get(_LOADED)
+        if found is not None and found[0] == key:
+            return found[1]
+        if not reads or not is_whole(t):
+            return t
+        lock = kept.setdefault(_LOADING, Lock())
+        while not lock.acquire(timeout=_PATIENCE):
+            query.check()
+        try:
+            found = kept.get(_LOADED)  # another request may have read it meanwhile
+            if found is None or found[0] != key:
+                query.check()
+                kept.pop(_LOADED, None)
+                found = kept[_LOADED] = key, loaded(t)
+        finally:
+            lock.release()
+        return found[1]
+
+    def forget(self) -> None:
+        """Forget the elements that are in memory for further requests."""
+        self.view.kept.pop(_LOADED, None)
 
     def last_steps(self, part: View, name: str) -> Steps:
         """Return how the last step of a parameter is computed. Raises DataError if it has no optimizer states."""

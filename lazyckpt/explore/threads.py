@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+_going: set[asyncio.Task[Any]] = set()  # the loop keeps no reference to its tasks
 
 
 async def in_threads(threads: Executor, work: Callable[[], T]) -> T:
@@ -22,3 +23,22 @@ async def in_threads(threads: Executor, work: Callable[[], T]) -> T:
                 await asyncio.wait({found})
         found.exception()  # nobody waits for it any more
         raise
+
+
+async def apart(work: Coroutine[Any, Any, T]) -> T:
+    """Return what ``work`` returns. It runs in a task of its own, which goes on if this one is cancelled.
+
+    anyio cancels the tasks of a group again at every turn of the loop until they end. A task that waits for a thread
+    would keep the loop busy meanwhile.
+    """
+    task = asyncio.create_task(work)
+    _going.add(task)
+    task.add_done_callback(_gone)
+    await asyncio.wait({task})
+    return task.result()
+
+
+def _gone(task: asyncio.Task[Any]) -> None:
+    _going.discard(task)
+    if not task.cancelled():
+        task.exception()  # there may be nobody who waits for it any more

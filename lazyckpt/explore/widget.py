@@ -13,7 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-from ..derive.sources import place_of
+from ..derive.sources import address_of
 from ..errors import DataError, printable
 from .api import Explorer
 from .packing import to_json
@@ -107,7 +107,7 @@ def widget(explorer: Explorer, height: int = 640) -> Any:
     found = _kind()(height=height)
     found.channel = channel = Channel(explorer, found.send)
     found.on_msg(lambda _widget, content, _buffers: channel.receive(content))
-    found.title = printable(explorer.subject.title or place_of(explorer.subject.view))
+    found.title = printable(explorer.subject.title or address_of(explorer.subject.view))
     found.still = getattr(explorer.subject.view, "_repr_html_", str)
     return found
 

@@ -26,7 +26,7 @@ from ..io.storage.members import Tree
 from ..io.storage.remote import Remote
 from ..io.storage.streams import StoreFile
 from ..io.storage.urls import is_url, split_url
-from .cache.folder import enabled
+from ..io.user_folder import enabled
 from .cache.members import KeptMembers
 from .cache.state import mark_of_file
 from .catalog import is_step_folder

@@ -21,7 +21,8 @@ from ..errors import FormatError, LazyckptError, MissingFileError, Problem, only
 from ..io.storage.base import Entry, Store
 from . import links
 from .megatron.files import TRACKER, marker_of, tracked
-from .orbax.steps import COMMITTED, is_step_name, is_temporary, steps, temporary
+from .orbax.layout import COMMITTED, is_step_name
+from .orbax.steps import is_temporary, steps, temporary
 from .reader import Reader, Source
 from .registry import checkpoints_in, is_checkpoint_file, only_checkpoint, recognising
 from .shared.announce import announce_folders, listing, looking_ahead

@@ -18,9 +18,9 @@ from ..io.storage.cache import configured
 from ..io.storage.mounts import mode_of
 from ..io.storage.urls import is_url
 from ..io.system import after_fork
+from ..io.user_folder import enabled
 from . import links
 from .archives import locate
-from .cache.folder import enabled
 from .cache.opening import Cached
 from .cache.state import folders_of, is_large, rules_text
 from .catalog import read_one

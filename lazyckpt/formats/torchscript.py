@@ -24,7 +24,8 @@ from ..io.containers.pickle.plain import Path, Plain
 from ..io.containers.pickle.rebuild import REBUILD, persistent_storage
 from ..io.containers.pickle.records import Opaque
 from ..io.containers.torch_file import TorchFile
-from ..io.containers.zip_directory import ZIP_MAGIC, Record, read_members
+from ..io.containers.zip import ZIP_MAGIC
+from ..io.containers.zip_directory import Record, read_members
 from ..io.limits import Budget
 from ..io.storage.streams import StoreFile
 from .reader import Reader, Source

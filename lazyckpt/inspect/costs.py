@@ -114,7 +114,11 @@ class Costs:
     def __str__(self) -> str:
         most = self.largest
         parts = ", ".join(f"{cost.what} {human_bytes(cost.nbytes)}" for cost in most.costs)
-        return f"{human_bytes(most.nbytes)} on each of {self.world:,} ranks: {parts}"
+        if len(self.stages) > 1:
+            where = f"on each rank of pipeline stage {most.stage}, the fullest ({self.world:,} ranks in all)"
+        else:
+            where = "on one rank" if self.world == 1 else f"on each of {self.world:,} ranks"
+        return f"{human_bytes(most.nbytes)} {where}: {parts}"
 
 
 def memory_per_rank(

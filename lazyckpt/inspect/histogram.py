@@ -49,17 +49,6 @@ class Distribution:
         """Whether every element was read; if not, the numbers are those of a sample."""
         return self.moments.count == self.total
 
-    @property
-    def std(self) -> float:
-        """The standard deviation of the finite elements; NaN if there are none."""
-        return math.sqrt(self.moments.m2 / self.moments.finite) if self.moments.finite else math.nan
-
-    @property
-    def l2(self) -> float:
-        """The root of the sum of squares of the finite elements."""
-        m = self.moments
-        return math.sqrt(m.m2 + m.finite * m.mean * m.mean)
-
     def as_dict(self) -> dict[str, Any]:
         """Return all numbers as plain objects."""
         m = self.moments
@@ -73,12 +62,12 @@ class Distribution:
             "neginf": m.neginf,
             "zeros": m.zeros,
             "mean": m.mean if some else math.nan,
-            "std": self.std,
+            "std": m.std,
             "min": m.low if some else math.nan,
             "max": m.high if some else math.nan,
             "absmax": max(abs(m.low), abs(m.high)) if some else math.nan,
             "l1": m.l1,
-            "l2": self.l2,
+            "l2": m.l2,
             "exact": self.exact,
             "read": m.count,
             "total": self.total,

@@ -27,13 +27,16 @@ Array = np.ndarray[Any, Any]
 # Elements at a time. They and the intermediate results, some 600 KB, stay in the processor's cache; and torch, which
 # distributes 32,768 and more elements over threads of its own, computes on this thread.
 BLOCK = 32_704
+WIDE = 400  # numbers from 2 ** -400 to 2 ** 400 have sums of squares that float64 holds
 _CANCELS = 1e-3  # below this fraction of the sum of squares, subtracting the mean has lost digits
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
     """Counts and moments of some elements. ``mean``, ``m2`` (sum of squared deviations from the mean), ``l1`` (sum of
-    absolute values), ``low`` and ``high`` are those of the finite elements; ``low > high`` if there are none."""
+    absolute values), ``low`` and ``high`` are those of the finite elements; ``low > high`` if there are none.
+
+    ``m2`` is in units of ``4 ** exponent``, which is 1 unless the squares of the elements are beyond float64."""
 
     count: int = 0
     nan: int = 0
@@ -45,6 +48,28 @@ class Moments:
     l1: float = 0.0
     low: float = math.inf
     high: float = -math.inf
+    exponent: int = 0
+
+    @classmethod
+    def of_std(
+        cls, tallies: tuple[int, int, int, int, int], mean: float, std: float, l1: float, low: float, high: float
+    ) -> Moments:
+        """Return moments from a standard deviation, in place of ``m2``."""
+        exponent = exponent_of(max(std, abs(mean)))
+        finite = tallies[0] - sum(tallies[1:4])
+        unit = scaled(std, -exponent)
+        return cls(*tallies, mean, unit * unit * finite, l1, low, high, exponent)
+
+    @property
+    def std(self) -> float:
+        """The standard deviation of the finite elements; NaN if there are none."""
+        return scaled(math.sqrt(self.m2 / self.finite), self.exponent) if self.finite else math.nan
+
+    @property
+    def l2(self) -> float:
+        """The root of the sum of squares of the finite elements."""
+        mean = scaled(self.mean, -self.exponent)
+        return scaled(math.sqrt(self.m2 + self.finite * mean * mean), self.exponent)
 
     @property
     def finite(self) -> int:
@@ -52,23 +77,50 @@ class Moments:
 
     def __add__(self, other: Moments) -> Moments:
         """Return the moments of the elements of both."""
-        mean, m2 = (self.mean, self.m2) if self.finite else (other.mean, other.m2)
-        if self.finite and other.finite:
-            delta, share = other.mean - self.mean, other.finite / (self.finite + other.finite)
+        exponent = self.exponent
+        if exponent != other.exponent:  # that of the larger one, for which the other's squares hardly count
+            exponent = max((one.exponent for one in (self, other) if one.m2 or one.mean), default=0)
+        (mean, m2), (mean_b, m2_b) = self._in_units(exponent), other._in_units(exponent)
+        if not self.finite:
+            mean, m2 = mean_b, m2_b
+        elif other.finite:
+            delta, share = mean_b - mean, other.finite / (self.finite + other.finite)
             mean += delta * share
-            m2 += other.m2 + delta * delta * self.finite * share
+            m2 += m2_b + delta * delta * self.finite * share
         return Moments(
             self.count + other.count,
             self.nan + other.nan,
             self.posinf + other.posinf,
             self.neginf + other.neginf,
             self.zeros + other.zeros,
-            mean,
+            scaled(mean, exponent),
             m2,
             self.l1 + other.l1,
             min(self.low, other.low),
             max(self.high, other.high),
+            exponent,
         )
+
+    def _in_units(self, exponent: int) -> tuple[float, float]:
+        """Return the mean in units of ``2 ** exponent``, and the squares in units of ``4 ** exponent``."""
+        return scaled(self.mean, -exponent), scaled(self.m2, 2 * (self.exponent - exponent))
+
+
+def exponent_of(largest: float) -> int:
+    """Return the exponent of the power of 2 by which numbers are divided before they are squared, by their largest
+    magnitude: 0 unless float64 cannot hold the sum of the squares."""
+    exponent = math.frexp(largest)[1]  # 0 for 0, NaN and infinities
+    return exponent if abs(exponent) > WIDE else 0
+
+
+def scaled(number: float, exponent: int) -> float:
+    """Return a number times ``2 ** exponent``; infinite if it is beyond float64."""
+    if not exponent:
+        return number
+    try:
+        return math.ldexp(number, exponent)
+    except OverflowError:
+        return math.copysign(math.inf, number)
 
 
 def merged(parts: Iterable[Moments]) -> Moments:
@@ -104,7 +156,8 @@ def _of_rows(block: Array) -> Iterator[Moments]:
     for n, (low, high, total, norm) in enumerate(zip(lows, highs, totals, norms, strict=True)):
         mean = total / size
         m2 = norm * norm - total * mean
-        if math.isfinite(low) and math.isfinite(high) and m2 > _CANCELS * norm * norm:
+        known = math.isfinite(low) and math.isfinite(high) and not exponent_of(max(-low, high))
+        if known and m2 > _CANCELS * norm * norm:
             yield Moments(size, 0, 0, 0, zeros[n], mean, m2, sums[n], low + 0.0, high + 0.0)
         else:
             yield _of_block(block[n])
@@ -158,6 +211,9 @@ def _of_block(block: Array) -> Moments:
 def _of_finite(block: Array, low: float, high: float) -> Moments:
     zeros = int(np.count_nonzero(block == 0))
     doubles = _doubles(block)
+    exponent = exponent_of(max(-low, high))
+    if exponent:
+        doubles = torch.from_numpy(np.ldexp(doubles.numpy(), -exponent))
     total = float(doubles.sum())
     mean = total / block.size
     norm = float(torch.linalg.vector_norm(doubles))
@@ -165,8 +221,8 @@ def _of_finite(block: Array, low: float, high: float) -> Moments:
     if not m2 > _CANCELS * norm * norm:
         rest = float(torch.linalg.vector_norm(doubles - mean))
         m2 = rest * rest
-    l1 = float(doubles.abs_().sum())
-    return Moments(block.size, 0, 0, 0, zeros, mean, m2, l1, low + 0.0, high + 0.0)  # + 0.0: no "-0.0"
+    mean, l1 = scaled(mean, exponent), scaled(float(doubles.abs_().sum()), exponent)
+    return Moments(block.size, 0, 0, 0, zeros, mean, m2, l1, low + 0.0, high + 0.0, exponent)  # + 0.0: no "-0.0"
 
 
 def _doubles(block: Array) -> torch.Tensor:

@@ -6,13 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..core.box import Box, Shape, c_strides
 from ..errors import DataError
 from ..lazy import LazyArray
+from .moments import WIDE
 from .numbers import Array, number_shape
 from .pixels import Groups, reduced
 from .planes import Plane, Window, checked, even_cells, fold_all, plane_of, source_of
@@ -20,7 +22,7 @@ from .planes import Plane, Window, checked, even_cells, fold_all, plane_of, sour
 GROUPS = 8192
 """Maximum number of rows, and of columns, whose norms are computed apart; of more, those of groups are."""
 _LISTED = 10_000  # maximum number of elements that are listed
-_PART = 1 << 17  # elements among which the largest are looked for at a time: masks of them take memory
+_PART = 1 << 17  # elements that are squared, or among which the largest are looked for, at a time: results take memory
 
 
 # -- Rows and columns.
@@ -40,7 +42,7 @@ class Norms:
     col_edges: Array
     """The same for columns."""
     rows: Array
-    """The norm of each row, or of the rows of each group, as float64; infinite if the squares overflow."""
+    """The norm of each row, or of the rows of each group, as float64; infinite only if float64 cannot hold it."""
     cols: Array
     """The same for columns."""
 
@@ -81,15 +83,44 @@ def norms(
         raise DataError(f"rows={rows:,}, cols={cols:,}: norms are computed of 1 to {GROUPS:,} groups")
     span = checked(plane, window)
     row_edges, col_edges = (even_cells(a, b, n) for (a, b), n in zip(span, (rows, cols), strict=True))
-    sides = [np.zeros(len(edges) - 1) for edges in (row_edges, col_edges)]
-    if 0 not in (sides[0].size, sides[1].size, *number_shape(t)):
+    edges = row_edges, col_edges
+    sides = [_Sums.of(len(one) - 1) for one in edges]
+    if 0 not in (len(row_edges) - 1, len(col_edges) - 1, *number_shape(t)):
         source = source_of(t, plane, span, row_edges)
         groups = Groups.of(source, row_edges, col_edges)
-        whole = _Squares(groups, *(range(len(one)) for one in sides))
+        whole = _Squares(groups, *(range(len(one) - 1) for one in edges))
         fold_all(t, source, partial(_Squares.of, groups), whole.merge, check, executor, memory)
         sides = [whole.rows, whole.cols]
-    found = (np.sqrt(one / np.diff(edges)) for one, edges in zip(sides, (row_edges, col_edges), strict=True))
-    return Norms(plane, row_edges, col_edges, *found)
+    return Norms(plane, *edges, *(side.root(np.diff(one)) for side, one in zip(sides, edges, strict=True)))
+
+
+class _Sums(NamedTuple):
+    """Sums of squares, each in units of 4 to the power of its exponent: see `moments.Moments`."""
+
+    sums: Array
+    exponents: Array
+
+    @classmethod
+    def of(cls, size: int) -> _Sums:
+        return cls(np.zeros(size), np.zeros(size, np.int32))
+
+    def add(self, first: int, sums: Array, exponents: Array | None) -> None:
+        """Add some sums from number ``first`` on, whose exponents are 0 if None is given."""
+        at = slice(first, first + len(sums))
+        mine, own = self.sums[at], self.exponents[at]
+        if exponents is None and not own.any():
+            mine += sums
+            return
+        theirs = np.zeros_like(own) if exponents is None else exponents
+        common = np.where(mine == 0, theirs, np.where(sums == 0, own, np.maximum(own, theirs)))
+        mine[:] = np.ldexp(mine, 2 * (own - common)) + np.ldexp(sums, 2 * (theirs - common))
+        own[:] = common
+
+    def root(self, counts: Array) -> Array:
+        """Return the roots of the sums, each divided by a count."""
+        with np.errstate(over="ignore"):
+            found: Array = np.ldexp(np.sqrt(self.sums / counts), self.exponents)
+        return found
 
 
 class _Squares:
@@ -97,7 +128,7 @@ class _Squares:
 
     def __init__(self, groups: Groups, rows: range, cols: range) -> None:
         self._groups, self._top, self._left = groups, rows.start, cols.start
-        self.rows, self.cols = np.zeros(len(rows)), np.zeros(len(cols))
+        self.rows, self.cols = _Sums.of(len(rows)), _Sums.of(len(cols))
 
     @classmethod
     def of(cls, groups: Groups, boxes: Sequence[Box]) -> _Squares:
@@ -106,25 +137,111 @@ class _Squares:
     def add(self, box: Box, block: Array) -> None:
         groups = self._groups
         starts = groups.starts(box)
+        sides = (
+            (self.rows, groups.row, groups.col, self._top),
+            (self.cols, groups.col, groups.row, self._left),
+        )
+        ones = [[np.zeros(1, np.int64) if d == side[2] else one for d, one in enumerate(starts)] for side in sides]
         with np.errstate(over="ignore", invalid="ignore"):  # numpy warns of signaling NaN, too
-            squares = block.astype(np.float64)
-            np.square(squares, out=squares)
-            if not np.isfinite(squares.sum()):
-                squares[~np.isfinite(block)] = 0
-            for side, dim, other, first in (
-                (self.rows, groups.row, groups.col, self._top),
-                (self.cols, groups.col, groups.row, self._left),
-            ):
-                ones = [np.zeros(1, np.int64) if d == other else one for d, one in enumerate(starts)]
-                sums = reduced(np.add, squares, ones).reshape(-1)
+            sums = _sums_of_squares(block, ones)
+            for (side, dim, _, first), groups_of, found in zip(sides, ones, sums, strict=True):
                 at = groups.within(box, dim).start - first
-                side[at : at + len(sums)] += sums
+                scaled = _scaled(block, groups_of) if block.dtype == np.float64 else None
+                if scaled is None:
+                    side.add(at, found.reshape(-1), None)
+                else:
+                    side.add(at, scaled[0].reshape(-1), scaled[1].reshape(-1))
 
     def merge(self, other: _Squares) -> None:
         with np.errstate(over="ignore"):
-            at, to = other._top - self._top, other._left - self._left
-            self.rows[at : at + len(other.rows)] += other.rows
-            self.cols[to : to + len(other.cols)] += other.cols
+            self.rows.add(other._top - self._top, *other.rows)
+            self.cols.add(other._left - self._left, *other.cols)
+
+
+def _scaled(block: Array, starts: Sequence[Array]) -> tuple[Array, Array] | None:
+    """Return the sums of squares of the finite elements of groups, in units of 4 to the power of exponents, and these
+    exponents (see `moments.exponent_of`); None if all are 0."""
+    finite = np.isfinite(block)
+    numbers = block if finite.all() else np.where(finite, block, 0)
+    largest = np.maximum(reduced(np.maximum, numbers, starts), -reduced(np.minimum, numbers, starts))
+    exponents = np.frexp(largest)[1]
+    found: Array = np.where(np.abs(exponents) > WIDE, exponents, 0)
+    if not found.any():
+        return None
+    wide = found
+    for d, (one, n) in enumerate(zip(starts, block.shape, strict=True)):
+        wide = np.repeat(wide, np.diff([*one, n]), d)
+    return reduced(np.add, np.square(np.ldexp(numbers, -wide)), starts), found
+
+
+def _sums_of_squares(block: Array, sides: Sequence[Sequence[Array]]) -> list[Array]:
+    """Return the sums of the squares of the finite elements of groups, for each way to divide the block into groups:
+    those of `reduced`, bit for bit. Squares of the whole block would take memory."""
+    axis = next((d for d, n in enumerate(block.shape) if n > 1), 0)
+    rows = block.reshape(block.shape[axis:])
+    elements = prod(rows.shape[1:])
+    if block.size <= _PART or elements == 1:  # numpy adds the elements of a line in an order of its own
+        squares = _squares(block, np.empty(block.shape))
+        return [reduced(np.add, squares, starts) for starts in sides]
+    step = max(1, _PART // elements)
+    room = np.empty((step + 1, *rows.shape[1:]))
+    running = [_Running(starts[axis:], len(rows)) for starts in sides]
+    for begin in range(0, len(rows), step):
+        some = rows[begin : begin + step]
+        _squares(some, room[1 : len(some) + 1])
+        for one in running:
+            one.add(room[: len(some) + 1])
+    return [np.concatenate(one.parts) for one in running]
+
+
+def _squares(block: Array, out: Array) -> Array:
+    """Compute the squares of the finite elements, and 0 of the others, as float64."""
+    out[...] = block
+    np.square(out, out=out)
+    if not np.isfinite(out.sum()):
+        out[~np.isfinite(block)] = 0
+    return out
+
+
+class _Running:
+    """Sums of groups of a block whose rows come in parts. Rows of a group are added one after the other, as numpy adds
+    those of a whole block.
+
+    Parameters
+    ----------
+    starts
+        Where the groups of each dimension begin.
+    count
+        The number of rows.
+    """
+
+    def __init__(self, starts: Sequence[Array], count: int) -> None:
+        self._ends = [*starts[0][1:].tolist(), count]
+        self._later = starts[1:]
+        self._row = self._group = 0
+        self._open: Array | None = None  # the sum of the rows of a group that has more
+        self.parts: list[Array] = []
+
+    def add(self, room: Array) -> None:
+        """Add rows, which follow a first one in ``room`` that is free."""
+        begin, end, sums = self._row, self._row + len(room) - 1, []
+        if len(self._ends) == self._ends[-1]:  # each row is a group
+            self.parts.append(reduced(np.add, room[1:], [np.arange(end - begin), *self._later]))
+            self._row = end
+            return
+        while self._row < end:
+            stop = min(end, self._ends[self._group])
+            low = self._row - begin + 1
+            if self._open is not None:
+                room[0], low = self._open, 0
+            total = np.add.reduce(room[low : stop - begin + 1], axis=0, keepdims=True)
+            self._open = total if stop < self._ends[self._group] else None
+            if self._open is None:
+                sums.append(total)
+                self._group += 1
+            self._row = stop
+        if sums:
+            self.parts.append(reduced(np.add, np.concatenate(sums), [np.arange(len(sums)), *self._later]))
 
 
 # -- Outliers.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.box import Box
+from ..core.box import Box, tiles
 from ..errors import DataError
 from ..lazy import LazyArray
 from .numbers import Array, number_shape
@@ -22,7 +22,9 @@ from .planes import CELL, Plane, Source, Window, checked, even_cells, fold_all, 
 
 SIDE = 2048
 """Maximum number of rows, and of columns, of a grid."""
+_TOGETHER = 1 << 18  # lost elements that are counted at a time
 _ROW = 64  # numbers that fit into one row
+_PART = 1 << 17  # elements whose groups are reduced at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +57,8 @@ class Pixels:
     """Whether every element was read; if not, the numbers are those of a sample."""
     read: int
     """Number of elements that were read."""
+    lost: Array | None = None
+    """The number of elements of each cell that are in no file that can be read, as int64; None if there are none."""
 
     @property
     def absmax(self) -> Array:
@@ -97,6 +101,7 @@ def pooled(
     check: Callable[[], None] | None = None,
     executor: Executor | None = None,
     memory: int | str | None = None,
+    lost: bool = False,
 ) -> Pixels:
     """Pool the elements of a tensor, or of a window of it, in a grid of cells.
 
@@ -119,6 +124,9 @@ def pooled(
         Called between blocks; what it raises ends the work.
     executor, memory
         See `WriteOptions`.
+    lost
+        True leaves out the elements that are in no file that can be read, and counts them; by default they raise
+        MissingFileError, as always those of computed tensors and of packed floats.
 
     Raises
     ------
@@ -151,11 +159,13 @@ def pooled(
             cells = cells or _Cells(groups, *spans)
             cells.merge(some)
 
-    fold_all(
-        t, source, partial(_Cells.of, groups), merge, check, executor, memory, CELL * len(spans[0]) * len(spans[1])
-    )
+    size = CELL * len(spans[0]) * len(spans[1])
+    lose = _Cells.lose if lost else None
+    fold_all(t, source, partial(_Cells.of, groups), merge, check, executor, memory, size, lose)
     cells = cells or _Cells(groups, *spans)  # the end of a wrapped tensor may have no elements
     count = source.counts(groups.edges)
+    if cells.lost is not None:
+        count = count - cells.lost
     finite = count if cells.nan is None or cells.inf is None else count - cells.nan - cells.inf
     some = finite > 0
     low, high, mean = cells.low, cells.high, cells.total
@@ -165,7 +175,9 @@ def pooled(
         np.copyto(one, np.nan, where=~some)
         one += 0.0  # makes 0 of -0
     exact = source.complete
-    return Pixels(plane, row_edges, col_edges, low, high, mean, count, cells.nan, cells.inf, exact, int(count.sum()))
+    return Pixels(
+        plane, row_edges, col_edges, low, high, mean, count, cells.nan, cells.inf, exact, int(count.sum()), cells.lost
+    )
 
 
 # -- Cells.
@@ -220,6 +232,23 @@ class Groups:
 
 def reduced(operation: Any, block: Array, starts: Sequence[Array], dtype: Any = None) -> Array:
     """Apply an operation of numpy to the elements of each group."""
+    axis = next((d for d, n in enumerate(block.shape) if n > 1), block.ndim)
+    if axis + 1 >= block.ndim or block.size <= _PART or len(starts[axis]) in (1, block.shape[axis]):
+        return _reduced(operation, block, starts, dtype)
+    first, ahead, parts = starts[axis], (slice(None),) * axis, []  # some groups at a time: results take memory
+    ends = np.append(first[1:], block.shape[axis])
+    step = max(1, _PART * block.shape[axis] // block.size)
+    n = 0
+    while n < len(first):
+        begin = first[n]
+        stop = max(n + 1, int(np.searchsorted(ends, begin + step, "right")))
+        some = [*starts[:axis], first[n:stop] - begin, *starts[axis + 1 :]]
+        parts.append(_reduced(operation, block[(*ahead, slice(begin, ends[stop - 1]))], some, dtype))
+        n = stop
+    return np.concatenate(parts, axis=axis)
+
+
+def _reduced(operation: Any, block: Array, starts: Sequence[Array], dtype: Any) -> Array:
     for d, first in enumerate(starts):
         if len(first) == block.shape[d]:
             continue
@@ -249,6 +278,7 @@ class _Cells:
         self.total = np.zeros(shape)
         self.nan: Array | None = None
         self.inf: Array | None = None
+        self.lost: Array | None = None
 
     @classmethod
     def of(cls, groups: Groups, boxes: Sequence[Box]) -> _Cells:
@@ -273,8 +303,24 @@ class _Cells:
             found = (None if one is None else groups.matrix(one) for one in (low, high, total, nan, inf))
             self._merge(groups.within(box, groups.row).start, groups.within(box, groups.col).start, *found)
 
+    def lose(self, box: Box) -> None:
+        """Count the elements of a box as lost."""
+        groups = self._groups
+        for one in tiles(box.shape, _TOGETHER):
+            some = one.shift(box.start)
+            lost = groups.matrix(reduced(np.add, np.ones(some.shape, np.uint8), groups.starts(some), np.int64))
+            self._lose(groups.within(some, groups.row).start, groups.within(some, groups.col).start, lost)
+
+    def _lose(self, top: int, left: int, lost: Array) -> None:
+        top, left = top - self.top, left - self.left
+        if self.lost is None:
+            self.lost = np.zeros(self.low.shape, np.int64)
+        self.lost[top : top + lost.shape[0], left : left + lost.shape[1]] += lost
+
     def merge(self, other: _Cells) -> None:
         """Add the elements of other cells."""
+        if other.lost is not None:
+            self._lose(other.top, other.left, other.lost)
         with np.errstate(over="ignore", invalid="ignore"):
             self._merge(other.top, other.left, other.low, other.high, other.total, other.nan, other.inf)
 

@@ -19,7 +19,9 @@ import numpy as np
 
 from ..core.box import Box, Shape, tiles
 from ..core.dtypes import F32, F64, DType
-from ..errors import DataError
+from ..core.extents import Hole
+from ..core.fragments import fragment_boxes
+from ..errors import DataError, MissingFileError
 from ..io.cancelling import go_on
 from ..io.reading.gather import once
 from ..jobs.batching import Task
@@ -371,6 +373,7 @@ def fold_all(
     executor: Executor | None = None,
     memory: int | str | None = None,
     held: int = 0,
+    lose: Callable[[F, Box], None] | None = None,
 ) -> None:
     """Read all blocks of a source, each once, by tasks.
 
@@ -386,8 +389,12 @@ def fold_all(
         See `pooled`.
     held
         Bytes that a fold holds at most.
+    lose
+        Tells a fold of a box of which no element is in a file that can be read. By default such elements raise
+        MissingFileError, as always those of computed tensors and of packed floats.
     """
-    t._check()
+    if lose is None:
+        t._check()
     expected = 0
     waiting: dict[int, F] = {}
 
@@ -397,7 +404,7 @@ def fold_all(
                 check()
             nbytes = sum(part.nbytes for _, part, _ in group)
             work = min(held, CELL * nbytes) + 8 * PIECE + OVERHEAD
-            yield Task(nbytes, work, partial(_folded, number, group, start), group[0][1])
+            yield Task(nbytes, work, partial(_folded, number, group, start, lose), group[0][1])
 
     def done(task: Task, result: tuple[int, F]) -> None:
         nonlocal expected
@@ -439,18 +446,55 @@ def _room(count: int, dtype: DType) -> Array | None:
     return room
 
 
-def _folded(number: int, group: Sequence[Block], start: Callable[[Sequence[Box]], F]) -> tuple[int, F]:
+def _folded(
+    number: int, group: Sequence[Block], start: Callable[[Sequence[Box]], F], lose: Callable[[F, Box], None] | None
+) -> tuple[int, F]:
     fold = start([box for box, _, _ in group])
     for box, part, ahead in group:
-        go_on()
+        _fold_block(fold, box, part, ahead, lose)
+    return number, fold
+
+
+def _fold_block(fold: F, box: Box, part: LazyArray, ahead: int, lose: Callable[[F, Box], None] | None) -> None:
+    go_on()
+    pack = packing(part.spec.dtype)
+    try:
         with once():
             block = part.read_into(scratch(part.nbytes).view(part.dtype).view(part.shape))
-        if packing(part.spec.dtype) > 1:
-            found = numbers(block).reshape(*box.shape[:-1], -1)[..., ahead : ahead + box.shape[-1]]
-            for one in tiles(box.shape, _BLOCK):
-                fold.add(one.shift(box.start), found[one.slices])
-        else:
-            block = block.view(box.shape)
-            for one in tiles(box.shape, _BLOCK):
-                fold.add(one.shift(box.start), numbers(block[one.slices], _room(one.numel, part.spec.dtype)))
-    return number, fold
+    except MissingFileError:
+        if lose is None or pack > 1 or part.spec.expr is not None:
+            raise
+        if part.numel() == 1 or not _has_files(part):
+            lose(fold, box)
+            return
+        for half, some in _halves(box, part):
+            _fold_block(fold, half, some, 0, lose)
+        return
+    if pack > 1:
+        found = numbers(block).reshape(*box.shape[:-1], -1)[..., ahead : ahead + box.shape[-1]]
+        for one in tiles(box.shape, _BLOCK):
+            fold.add(one.shift(box.start), found[one.slices])
+    else:
+        block = block.view(box.shape)
+        for one in tiles(box.shape, _BLOCK):
+            fold.add(one.shift(box.start), numbers(block[one.slices], _room(one.numel, part.spec.dtype)))
+
+
+def _has_files(part: LazyArray) -> bool:
+    """Return whether a file that can be read may hold elements of a part of a tensor."""
+    hull = part._sel.hull
+    readable = (one for one in part.fragments if not isinstance(one.extent, Hole))
+    return any(globe & hull for one in readable for _, globe in fragment_boxes(one))
+
+
+def _halves(box: Box, part: LazyArray) -> Iterator[tuple[Box, LazyArray]]:
+    """Divide a block of more than one element in two, in the order of the elements."""
+    dim = next(d for d, n in enumerate(box.shape) if n > 1)
+    middle = box.shape[dim] // 2
+    wrapped = len(part.shape) < len(box.shape)  # then the part has the elements in one dimension
+    width = prod(box.shape[dim + 1 :]) if wrapped else 1
+    ahead = () if wrapped else (slice(None),) * dim
+    for first, end in ((0, middle), (middle, box.shape[dim])):
+        start, stop = list(box.start), list(box.stop)
+        start[dim], stop[dim] = box.start[dim] + first, box.start[dim] + end
+        yield Box(tuple(start), tuple(stop)), part.lazy[(*ahead, slice(first * width, end * width))]

@@ -32,6 +32,7 @@ from .moments import (
     Patterns,
     count,
     even_edges,
+    exponent_of,
     few,
     merged,
     of_counts,
@@ -82,17 +83,33 @@ def singular_values(tensor: LazyArray, check: Callable[[], None] | None = None) 
         raise DataError(f"{tensor.name!r}: elements of {tensor.dtype} are no numbers")
     gram = torch.zeros(side, side, dtype=dtype, device="cpu")
     step = max(1, _PIECE // (max(1, side) * dtype.itemsize))
+    wide = tensor.dtype in (torch.float64, torch.complex128)  # their squares may be beyond float64
+    exponent: int | None = None  # the matrix that is summed is divided by 2 to this power
     for at in range(0, other, step):
         if check is not None:
             check()
         key = slice(at, at + step)
         block = (tensor.lazy[key] if rows >= columns else tensor.lazy[:, key])[...]
         numbers = block.to(dtype)
+        largest = float(numbers.abs().max()) if wide and numbers.numel() else 1.0
+        if largest:
+            now = exponent_of(largest) if exponent is None else max(exponent, exponent_of(largest))
+            gram = _scaled(gram, 0 if exponent is None else 2 * (exponent - now))
+            exponent = now
+        numbers = _scaled(numbers, -(exponent or 0))
         gram += numbers.mH @ numbers if rows >= columns else numbers @ numbers.mH
     if not bool(torch.isfinite(gram.diagonal().real).all()):
-        raise DataError(f"{tensor.name!r} has NaN or infinities, or is too large for float64: t.stats() counts them")
+        raise DataError(f"{tensor.name!r} has NaN or infinities: t.stats() counts them")
     squares: torch.Tensor = torch.linalg.eigvalsh(gram)  # ascending; rounding may leave some below zero
-    return squares.clamp_(min=0).sqrt_().flip(0)
+    return _scaled(squares.clamp_(min=0).sqrt_().flip(0), exponent or 0)
+
+
+def _scaled(numbers: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Return numbers times ``2 ** exponent``, by two factors that float64 has."""
+    if not exponent:
+        return numbers
+    half = max(-1000, min(1000, exponent // 2))
+    return numbers * 2.0**half * 2.0 ** max(-1000, min(1000, exponent - half))
 
 
 def noise(values: torch.Tensor) -> float:

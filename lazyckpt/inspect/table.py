@@ -116,8 +116,7 @@ class Stats:
         whole = Moments(*tallies)
         if not whole.finite or self.mean is None or self.std is None:
             return whole
-        m2 = self.std * self.std * whole.finite
-        return Moments(*tallies, self.mean, m2, self.l1 or 0.0, _plain(self.min), _plain(self.max))
+        return Moments.of_std(tallies, self.mean, self.std, self.l1 or 0.0, _plain(self.min), _plain(self.max))
 
     def __repr__(self) -> str:
         kind = f" {_short(self.dtype)}" if self.dtype else ""
@@ -165,12 +164,12 @@ def _filled(
         m.neginf,
         m.zeros,
         m.mean if n else math.nan,
-        math.sqrt(m.m2 / n) if n else math.nan,
+        m.std,
         m.low if n else math.nan,
         m.high if n else math.nan,
         max(abs(m.low), abs(m.high)) if n else math.nan,
         m.l1,
-        math.sqrt(m.m2 + n * m.mean * m.mean),
+        m.l2,
         histogram,
         error,
     )

@@ -14,6 +14,7 @@ from ..markup import page, safe, tag
 _EVERY = 10.0  # seconds between two lines of a log, or ...
 _SHARE = 0.1  # ... this share of the whole, whichever comes first, ...
 _LEAST = 1.0  # ... but at least this many seconds apart
+_SOON = 0.5  # seconds before a terminal shows a bar that was not asked for
 _PATIENCE = 2.0  # seconds before a notebook shows anything
 _OFTEN = 0.25  # seconds between two updates in a notebook
 
@@ -21,9 +22,9 @@ _OFTEN = 0.25  # seconds between two updates in a notebook
 class Bar:
     """A progress display of ``total`` bytes.
 
-    With ``show=True`` it is a bar on a terminal, a line in a notebook, and lines of text elsewhere. With None it is the
-    same on a terminal; in a notebook it appears after two seconds and goes when the work is done; elsewhere there is
-    nothing. The environment variable TQDM_DISABLE switches the first two off."""
+    With ``show=True`` it is a bar on a terminal, a line in a notebook, and lines of text elsewhere. With None the bar
+    appears on a terminal after half a second; in a notebook the line appears after two seconds and goes when the work
+    is done; elsewhere there is nothing. The environment variable TQDM_DISABLE switches the first two off."""
 
     def __init__(self, total: int, label: str, show: bool | None) -> None:
         self._bar: Any = None
@@ -33,7 +34,7 @@ class Bar:
             if not os.environ.get("TQDM_DISABLE"):
                 self._bar = _Cell(total, label, 0.0 if show else _PATIENCE)
         elif sys.stderr.isatty():
-            self._bar = _terminal(total, label)
+            self._bar = _terminal(total, label, 0.0 if show else _SOON)
         elif show:
             self._bar = _Lines(total, label)
 
@@ -70,8 +71,8 @@ def _told(done: int, total: int, passed: float) -> str:
     return f"{done / total:.0%}, {human_bytes(done)} of {human_bytes(total)} in {spent}, {rest} left"
 
 
-def _terminal(total: int, label: str) -> Any:
-    """Return a bar of tqdm whose sizes have the units of all other output."""
+def _terminal(total: int, label: str, delay: float) -> Any:
+    """Return a bar of tqdm that appears after ``delay`` seconds and has the units of all other output."""
     from tqdm import tqdm
 
     class Terminal(tqdm):  # type: ignore[misc]  # it has no types
@@ -83,7 +84,10 @@ def _terminal(total: int, label: str) -> Any:
             return found | {name: human_bytes(int(size)) for name, size in sizes.items()}
 
     return Terminal(
-        total=total, desc=label, bar_format="{l_bar}{bar}| {done} of {all} [{elapsed}<{remaining}, {speed}/s]"
+        total=total,
+        desc=label,
+        delay=delay,
+        bar_format="{l_bar}{bar}| {done} of {all} [{elapsed}<{remaining}, {speed}/s]",
     )
 
 

@@ -392,9 +392,11 @@ def _rank_notes(found: Ranks, known: Sequence[RankHeld]) -> list[str]:
 
 
 def _draw_files(found: Ranks, ax: Axes | None, quantity: str) -> Axes:
-    """Draw the bytes or the tensors of each file as bars, where the checkpoint names no ranks."""
+    """Draw the bytes or the tensors of each file as bars, where the ranks of files are not known."""
     if quantity == "files":
-        raise DataError("the checkpoint names no ranks that could have files: take 'bytes' or 'tensors'")
+        raise DataError(
+            "the ranks of the files are not known, so files of a rank cannot be counted: take 'bytes' or 'tensors'"
+        )
     size = {path: one.nbytes if quantity == "bytes" else one.tensors for path, one in found.files.items()}
     held = sorted((one for one in found.files.values() if one.nbytes), key=lambda one: -size[one.path])
     if not held:
@@ -414,7 +416,7 @@ def _draw_files(found: Ranks, ax: Axes | None, quantity: str) -> Axes:
         count_axis(ax.xaxis)
     ax.set_xlabel("bytes of tensors" if quantity == "bytes" else "tensors")
     notes = [
-        "the checkpoint names no ranks: its files",
+        "files, not grouped by rank",
         f"{human_bytes(sum(one.nbytes for one in held))} in {plural(len(held), 'file')}",
     ]
     if len(held) > len(shown):

@@ -134,7 +134,7 @@ class ViewPlots:
     ) -> Axes:
         """Plot how much each rank holds, on the mesh of the training run.
 
-        Ranks that miss files are hatched. If the checkpoint names no ranks, its files are drawn as bars. No
+        Ranks that miss files are hatched. If the ranks of files are not known, the files are drawn as bars. No
         tensor data is read.
 
         Parameters

@@ -63,13 +63,15 @@ class TensorPlots:
         window: tuple[tuple[int, int], tuple[int, int]] | None = None,
         scale: Literal["linear", "symlog", "quantile"] = "linear",
         full: bool = False,
+        limits: tuple[float, float] | None = None,
         exact: bool = True,
         ax: Axes | None = None,
     ) -> Axes:
         """Plot the values as a heat map. A cell pools several elements of a large tensor; the notes say how many.
 
-        Colours and their scales are those of the explorer. Cells with NaN or infinities are marked. What is drawn is
-        read once; a part of the tensor (``t.lazy[:100].plot.heatmap()``) reads that part.
+        Colours and their scales are those of the explorer. Cells with NaN or infinities are marked, elements in lost
+        files are left blank. What is drawn is read once; a part of the tensor (``t.lazy[:100].plot.heatmap()``) reads
+        that part.
 
         Parameters
         ----------
@@ -89,6 +91,8 @@ class TensorPlots:
         full
             Whether colours end at the least and the greatest element; by default at the 0.5th and the 99.5th percentile
             of the cells. If these have different signs, zero is in the middle.
+        limits
+            The values at which colours end, in place of those that ``full`` chooses; not for "quantile".
         exact
             False reads about 32 MiB of what is larger, spread over it.
         ax
@@ -100,7 +104,9 @@ class TensorPlots:
             If the arguments do not fit the tensor, the elements are no numbers, or matplotlib is not installed. Errors
             of reading are raised, too.
         """
-        return heatmap(self._tensor, pool, cells, dims, at, exact, ax, window=window, scale=scale, full=full)
+        return heatmap(
+            self._tensor, pool, cells, dims, at, exact, ax, window=window, scale=scale, full=full, limits=limits
+        )
 
     def row_norms(self, *, ax: Axes | None = None) -> Axes:
         """Plot the L2 norm of every row: of the slices along the last dimension but one.

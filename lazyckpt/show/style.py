@@ -178,11 +178,6 @@ def _lines(notes: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def notes_of(ax: Any) -> str:
-    """Return the notes below the title of Axes."""
-    return " ".join(text.get_text().replace("\n", " ") for text in ax.texts if text.get_gid() == "note")
-
-
 def legend(ax: Any, theme: Theme, handles: Sequence[Any] | None = None, title: str = "", outside: bool = False) -> None:
     """Add a legend without a frame; ``outside``: to the right of the Axes."""
     where: dict[str, Any] = {"loc": "best"}

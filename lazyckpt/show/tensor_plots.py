@@ -79,7 +79,7 @@ def _counted(t: LazyArray, bins: Bins | str, exact: bool) -> _Counts:
         m, some = d.moments, d.moments.finite > 0
         odd: dict[str, int | None] = {"NaN": m.nan, "+Inf": m.posinf, "-Inf": m.neginf}
         mean, most = (m.mean, max(abs(m.low), abs(m.high))) if some else (None, None)
-        return _Counts(d.edges, d.counts, m.finite, mean, d.std, most, odd, None if d.exact else m.count)
+        return _Counts(d.edges, d.counts, m.finite, mean, m.std, most, odd, None if d.exact else m.count)
     found = stats_of(t, bins)  # type: ignore[arg-type]  # no text
     assert found.histogram is not None  # because bins were given
     odd = {"NaN": found.nan, "+Inf": found.posinf, "-Inf": found.neginf}

@@ -62,32 +62,47 @@ def heatmap(
     window: Window | None = None,
     scale: str = "linear",
     full: bool = False,
+    limits: tuple[float, float] | None = None,
 ) -> Axes:
     """See `TensorPlots.heatmap`."""
     if pool not in _POOLS:
         raise DataError(f"there is no pooling {pool!r}: it is one of {', '.join(_POOLS)}")
     if scale not in _SCALES:
         raise DataError(f"there is no scale {scale!r}: it is one of {', '.join(_SCALES)}")
+    if limits is not None:
+        low, high = limits
+        if scale == "quantile" or full:
+            raise DataError(f"limits={limits!r} with {'full=True' if full else 'colours by rank'}: give one of the two")
+        if not (low < high and math.isfinite(high - low)):
+            raise DataError(f"limits={limits!r}: colours go from a number to a larger one")
     import_matplotlib()
     if not t.numel():
         raise DataError(f"{t.name!r} has no elements: there is nothing to draw")
     rows, cols = (cells, cells) if isinstance(cells, int) else cells
     wrap = row_length(number_shape(t))
-    found = pooled(t, rows, cols, dims=dims, at=at, wrap=wrap, window=window, exact=exact)
-    return _draw(t, found, pool, ax, title or title_of(t), label, scale, full)
+    found = pooled(t, rows, cols, dims=dims, at=at, wrap=wrap, window=window, exact=exact, lost=True)
+    return _draw(t, found, pool, ax, title or title_of(t), label, scale, full, limits)
 
 
 def _draw(
-    t: LazyArray, found: Pixels, pool: str, ax: Axes | None, title: str, label: str, scale: str, full: bool
+    t: LazyArray,
+    found: Pixels,
+    pool: str,
+    ax: Axes | None,
+    title: str,
+    label: str,
+    scale: str,
+    full: bool,
+    limits: tuple[float, float] | None,
 ) -> Axes:
     """Draw pooled elements, with rows and columns in elements."""
     values = found.values(pool)
     high, wide = (int(edges[-1] - edges[0]) for edges in (found.row_edges, found.col_edges))
     ax, theme = axes_of(ax, _size(high, wide))
     good = values[np.isfinite(values)]
-    low, top = _ends(found, good, pool, full)
+    low, top = limits or _ends(found, good, pool, full)
     two = low < 0 < top
-    if two:
+    if two and limits is None:
         low, top = min(low, -top), max(-low, top)
     beyond = bool(good.size) and (good.min() < low, good.max() > top)
     norm = _norm(scale, low, top, good)
@@ -187,7 +202,7 @@ def _notes(t: LazyArray, found: Pixels, pool: str) -> list[str]:
         notes.append(f"pooled over {plural(rest, 'more dimension')}")
     if not found.exact:
         notes.append(f"a sample of {found.read:,} elements")
-    odd = [(found.nan, "NaN"), (found.inf, "infinite")]
+    odd = [(found.nan, "NaN"), (found.inf, "infinite"), (found.lost, "lost")]
     texts = [f"{int(n.sum()):,} {what}" for n, what in odd if n is not None and n.any()]
     return [*notes, *texts]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...derive.sources import place_of
+from ...derive.sources import address_of, place_of
 from ...errors import Problem, printable
 from ...inspect.codes import kind_of
 from ...namespace import Namespace
@@ -28,7 +28,7 @@ def about(subject: Subject, query: Query) -> dict[str, Any]:
     return {
         "api": VERSION,
         "kind": subject.kind,
-        "title": printable(subject.title or place_of(subject.view)),
+        "title": printable(subject.title or address_of(subject.view)),
         "steps": list(subject.run.steps) if subject.run is not None else [],
         "sides": [_described(view) for view in sides],
     }
@@ -53,12 +53,13 @@ def _described(view: Namespace[Any]) -> dict[str, Any]:
         "experts": any("expert" in name for name in view),
         "file_bytes": sum(info.size for info in view.files.values()),
         "facts": [[printable(a), printable(b)] for a, b in facts_of(view)],
-        "problems": [_problem(problem) for problem in view.problems[:_PROBLEMS]],
+        "problems": [problem_of(problem) for problem in view.problems[:_PROBLEMS]],
         "problems_in_all": len(view.problems),
     }
 
 
-def _problem(problem: Problem) -> dict[str, str]:
+def problem_of(problem: Problem) -> dict[str, str]:
+    """Return a problem as the pages show it, with what to do about it."""
     kind = kind_of(problem.code)
     return {"code": problem.code, "severity": kind.severity, "text": printable(str(problem)), "advice": kind.todo}
 

@@ -6,15 +6,17 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from ...errors import Problem, TensorNotFoundError, printable
-from ...inspect.codes import kind_of
+from ...errors import TensorNotFoundError, printable
 from ...inspect.ranks import FileHeld, held_by, ranks_of
+from ...inspect.report import Finding
 from ...inspect.verify.agreement import differing_ranks
 from ..query import Query
 from ..subject import MORE, Subject, View, Wanted, effort
+from .about import problem_of
 
 _FILES = 20_000  # files that an answer lists
 _LOST = 2000  # damaged tensors that an answer lists
+_STEPS = "ranks/steps"  # of `Namespace.kept`
 _PIECES = 20_000  # pieces of a file that an answer lists
 
 
@@ -60,13 +62,8 @@ def _file(held: FileHeld) -> dict[str, Any]:
         "tensors": held.tensors,
         "nbytes": held.nbytes,
         "missing": printable(held.missing),
-        "problems": [_problem(problem) for problem in held.problems],
+        "problems": [problem_of(problem) for problem in held.problems],
     }
-
-
-def _problem(problem: Problem) -> dict[str, str]:
-    kind = kind_of(problem.code)
-    return {"code": problem.code, "severity": kind.severity, "text": printable(str(problem)), "advice": kind.todo}
 
 
 def holding(subject: Subject, query: Query) -> dict[str, Any]:
@@ -103,9 +100,10 @@ def steps(subject: Subject, query: Query) -> dict[str, Any]:
         most; none if all agree, or if the format does not record steps for each rank.
     """
     view = subject.checkpoint(query)
-    query.check()
-    findings = differing_ranks(view.format, lambda: view.stored)
-    return {"findings": [_problem(one) | {"severity": one.severity, "advice": one.todo} for one in findings]}
+    found: tuple[Finding, ...] | None = view.kept.get(_STEPS)
+    if found is None:  # the page asks for it whenever it is shown
+        found = view.kept[_STEPS] = tuple(differing_ranks(view.format, lambda: view.stored, query.check))
+    return {"findings": [problem_of(one) | {"severity": one.severity, "advice": one.todo} for one in found]}
 
 
 def _states(subject: Subject, query: Query) -> Iterable[View]:

@@ -43,9 +43,11 @@ def tile(subject: Subject, query: Query) -> bytes:
         The arrays ``mean``, ``min``, ``max`` (or the one that is wanted) of shape (rows, cols), as float32 if that
         represents the elements exactly, else float64; NaN for cells without a finite element. If each cell is one
         element, only ``mean``. ``nan`` and ``inf``: how many of the elements are so, as uint32; only if some are.
-        Header: ``window``, ``exact``, ``read`` (elements), ``single`` (whether each cell is one element).
+        Header: ``window``, ``exact``, ``read`` (elements), ``single`` (whether each cell is one element), and
+        ``lost``, the number of elements in files that cannot be read, if there are some.
     """
-    return picture(subject.tensor(query), query)
+    part = any(name in query for name in ("at", "r0", "r1", "c0", "c1"))
+    return picture(subject.whole(query, not part), query)
 
 
 def picture(t: LazyArray, query: Query) -> bytes:
@@ -57,28 +59,40 @@ def picture(t: LazyArray, query: Query) -> bytes:
     share = (r1 - r0) * (c1 - c0) / max(1, d.plane.height * d.plane.width)
     found = pooled(
         t, rows, cols, dims=d.dims, at=d.at, wrap=d.wrap, window=d.window,
-        exact=_exact(query, int(share * t.nbytes)), check=query.check,
+        exact=_exact(query, int(share * t.nbytes)), check=query.check, lost=True,
     )  # fmt: skip
     dtype = np.float32 if is_narrow(t.spec.dtype) else np.float64
-    single = bool((found.count <= 1).all())
+    held = found.count if found.lost is None else found.count + found.lost
+    single = bool((held <= 1).all())
     names = ("mean",) if single else ("mean", "min", "max") if how == "all" else (how,)
-    arrays: dict[str, Array] = {name: found.values(name).astype(dtype) for name in names}
-    if "fraction" in query and not single:
-        arrays = {name: _rounded(array, query.number("fraction", 0, 1, 52)) for name, array in arrays.items()}
-    if found.nan is not None and found.inf is not None:
-        arrays |= {"nan": found.nan.astype(np.uint32), "inf": found.inf.astype(np.uint32)}
     header = {"window": d.window, "exact": found.exact, "read": found.read, "single": single}
-    del found  # memory of three times what is packed
+    if found.lost is not None:
+        header["lost"] = int(found.lost.sum())
+    odd = {} if found.nan is None or found.inf is None else {"nan": found.nan, "inf": found.inf}
+    fraction = query.number("fraction", 0, 1, 52) if "fraction" in query and not single else None
+    left = [(name, found.values(name)) for name in reversed(names)]
+    del found
+    arrays: dict[str, Array] = {}
+    while left:  # what was packed is dropped: all of it would be three times the answer
+        name, values = left.pop()
+        arrays[name] = values.astype(dtype)
+        if fraction is not None:
+            arrays[name] = _rounded(arrays[name], fraction)
+    arrays |= {name: counts.astype(np.uint32) for name, counts in odd.items()}
     return pack(header, arrays)
 
 
 def _rounded(array: Array, fraction: int) -> Array:
     """Round floats to some bits of their fractions; what is rounded beyond the largest number stays as it is."""
-    mantissa, exponent = np.frexp(array)
+    found, exponent = np.frexp(array)
     scale = 2.0 ** (fraction + 1)
     with np.errstate(over="ignore", invalid="ignore"):
-        found = np.ldexp(np.round(mantissa * scale) / scale, exponent).astype(array.dtype)
-    return np.where(np.isfinite(found), found, array)
+        found *= scale
+        np.round(found, out=found)
+        found /= scale
+        np.ldexp(found, exponent, out=found)
+    np.copyto(found, array, where=~np.isfinite(found))
+    return found
 
 
 def histogram(subject: Subject, query: Query) -> dict[str, Any]:
@@ -93,7 +107,7 @@ def histogram(subject: Subject, query: Query) -> dict[str, Any]:
         ``edges``, ``counts``; ``count``, ``nan``, ``posinf``, ``neginf``, ``zeros``, ``mean``, ``std``, ``min``,
         ``max``, ``absmax``, ``l1``, ``l2`` of the elements that were read; ``exact``, ``read`` (elements), ``total``.
     """
-    t = subject.tensor(query)
+    t = subject.whole(query)
     scale = query.one_of("scale", ("linear", "log"))
     bins = query.number("bins", 100, 1, 2000)
     found = histogram_of(t, bins, scale == "log", _exact(query, t.nbytes), query.check)
@@ -110,7 +124,7 @@ def norms(subject: Subject, query: Query) -> bytes:
     bytes
         The arrays ``rows`` and ``cols``, as float64; of groups of several the root mean square. Header: ``window``.
     """
-    t = subject.tensor(query)
+    t = subject.whole(query, "at" not in query)
     d = drawn(query, t)
     rows, cols = query.number("rows", 512, 1, SIDE), query.number("cols", 512, 1, SIDE)
     found = norms_of(t, rows, cols, dims=d.dims, at=d.at, wrap=d.wrap, window=d.window, check=query.check)
@@ -128,7 +142,7 @@ def spectrum(subject: Subject, query: Query) -> dict[str, Any]:
     dict
         ``values``. ``accuracy``: values below it are noise.
     """
-    t = subject.tensor(query)
+    t = subject.whole(query, "at" not in query)
     if t.ndim > 2:
         plane = drawn(query, t).plane
         left = [n for n in range(t.ndim) if n not in plane.at and n not in (plane.row_dim, plane.col_dim)]
@@ -152,7 +166,7 @@ def bits(subject: Subject, query: Query) -> dict[str, Any]:
         value of the exponent's bits; null for integers. ``distinct``: number of patterns. ``entropy``, in bits.
         ``common``: the 20 most frequent patterns as (pattern, count, value). ``count``: number of elements.
     """
-    found = bits_of(subject.tensor(query), query.check)
+    found = bits_of(subject.whole(query), query.check)
     order = np.argsort(-found.counts, kind="stable")[:20]
     layout = found.layout
     return {
@@ -180,7 +194,7 @@ def outliers(subject: Subject, query: Query) -> dict[str, Any]:
         ``largest`` and ``odd``: pairs of index and value. ``nan``, ``posinf``, ``neginf``: how many there are.
     """
     count = query.number("count", 20, 0, 1000)
-    found = outliers_of(subject.tensor(query), count, count, check=query.check)
+    found = outliers_of(subject.whole(query), count, count, check=query.check)
     return {
         "largest": [[list(i), v] for i, v in zip(found.indices, found.values, strict=True)],
         "odd": [[list(i), v] for i, v in zip(found.odd_indices, found.odd_values, strict=True)],
@@ -201,7 +215,7 @@ def table(subject: Subject, query: Query) -> dict[str, Any]:
     dict
         ``window``, and ``values``: a list of texts for each row. The last row of a wrapped tensor may be shorter.
     """
-    t = subject.tensor(query)
+    t = subject.whole(query, False)
     d = drawn(query, t)
     (r0, r1), (c0, c1) = d.window
     if max(r1 - r0, 1) * max(c1 - c0, 1) > _CELLS:

@@ -20,10 +20,10 @@ from ...io.containers.zip_headers import HeaderGuard
 from ...io.storage.base import Store
 from ...io.storage.in_memory import Memory
 from ...io.storage.local import LocalStore
+from ...io.user_folder import Refused
 from ..dcp.objects import Meta, Objects, Stored
 from ..megatron.extra_states import ExtraMeta
 from ..torch_save import Indexed, RankStored
-from .folder import Refused
 from .tables import Rows, TableEncoder, specs_of
 from .values import Decoder, Encoder, NotKept, inside
 

@@ -22,11 +22,10 @@ from ...core.units import size_in_bytes
 from ...errors import DataError
 from ...io import user_folder
 from ...io.directories import Directory
-from ...io.user_folder import Refused, check, enabled
+from ...io.user_folder import Refused, check
 
 MAGIC = b"LZCKIDX\x01"  # the last byte is the version of the layout
 HEAD = len(MAGIC) + 32  # bytes before the payload
-__all__ = ["Folder", "Refused", "Stored", "enabled", "limit", "location", "opened"]
 SIZE = 1 << 30  # bytes; the default limit of all entries together
 _ENDING = ".index"
 _KEY = "key"

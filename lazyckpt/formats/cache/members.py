@@ -22,6 +22,7 @@ from ...io.limits import Budget
 from ...io.storage.base import Store
 from ...io.storage.local import LocalStore
 from ...io.storage.members import Member, Tree
+from ...io.user_folder import Refused
 from . import entries, folder, state
 
 _log = logging.getLogger("lazyckpt.cache")
@@ -57,7 +58,7 @@ class KeptMembers:
                 entry = place.fingerprint(self._key)[:40]
                 about, sections = entries.described(place.read(entry), entry, place.path)
                 if about["key"] != place.fingerprint(self._key):
-                    raise folder.Refused(f"{entry} is that of another archive")
+                    raise Refused(f"{entry} is that of another archive")
             if about[ARCHIVE] != state_of(self._store, self._name, self._info, self._mark):
                 _log.debug("%s has changed since its members were kept", self._where)
                 return None

@@ -13,6 +13,7 @@ from ...errors import LazyckptError
 from ...io.memory import many_objects
 from ...io.storage.base import Entry
 from ...io.storage.local import LocalStore
+from ...io.user_folder import Refused
 from ..reader import Source
 from . import entries, folder, members, state
 from .values import NotKept
@@ -46,7 +47,7 @@ class Cached:
                 name = self._name(place)
                 about, sections = entries.described(place.read(name), name, place.path)
             if about["key"] != place.fingerprint(self._key):
-                raise folder.Refused(f"{name} is that of another checkpoint")
+                raise Refused(f"{name} is that of another checkpoint")
             listings = unchanged(self._source, about)
             if listings is None:
                 _log.debug("%s has changed since it was indexed", self._source.where)
@@ -182,7 +183,7 @@ def _without_key(place: folder.Folder) -> str:
         place.secret()
     except FileNotFoundError:
         return "unusable: the key of the cache is gone"
-    except (folder.Refused, OSError) as e:
+    except (Refused, OSError) as e:
         return f"unusable: {e}"
     return ""
 

@@ -49,19 +49,22 @@ def optim_files(b: Building, files: RankFiles, world: int, mp: int, known: str) 
     found: OptimFiles = {}
     for dp in range(world):
         path = files.optim.get((dp, mp))
+        who = f"rank {dp} of {world}"
+        if b.ranks > 1:
+            stage = f"pp={mp // b.tp}, " if b.ranks > b.tp else ""
+            shard = f"tp={mp % b.tp}, " if b.tp > 1 else ""
+            who = f"the rank with {stage}{shard}dp={dp}"
         if path is None:
             path = name_of_rank(known, dp, mp)
             found[dp] = Hole(path, f"{path} is missing")
-            b.report(
-                Problem("missing-file", f"{path} is missing: what rank {dp} of {world} holds cannot be read", path)
-            )
+            b.report(Problem("missing-file", f"{path} is missing: what {who} holds cannot be read", path))
             continue
         try:
             file = b.file(path)
             found[dp] = Optim(file, table(file, table(file, file.root).get("optimizer_state_dict")))
         except LazyckptError as e:
             found[dp] = Hole(path, f"{path} cannot be read ({e})")
-            b.report(cannot_read(path, e, f", what rank {dp} of {world} holds is lost"))
+            b.report(cannot_read(path, e, f", what {who} holds is lost"))
     return found
 
 

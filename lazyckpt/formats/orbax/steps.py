@@ -15,8 +15,6 @@ from ..reader import Source
 from .layout import COMMITTED, TEMPORARY, is_step_name, is_tree
 from .metadata import STEP
 
-__all__ = ["COMMITTED", "is_step_name", "is_temporary", "number_of", "steps", "temporary"]
-
 _NUMBER = re.compile(r"(?:.*_)?(\d{1,18})")
 _LOOKED = 4  # steps that are looked into, the newest first
 

@@ -86,16 +86,6 @@ def _leading(names: Collection[str] | Mapping[str, TensorSpec], own: str = "") -
     return found
 
 
-def bare_names(names: Collection[str]) -> dict[str, str]:
-    """Return each name without wrappers.
-
-    >>> bare_names(["_orig_mod.a", "_orig_mod.b"])
-    {'_orig_mod.a': 'a', '_orig_mod.b': 'b'}
-    """
-    leading = _leading(names)
-    return {name: _bare(name, leading) for name in names}
-
-
 def _bare(name: str, leading: str) -> str:
     return unwrapped(name).removeprefix(leading)
 
@@ -132,7 +122,7 @@ def by_names(
 
     Names may differ by wrappers, or by the name of one of several models. Return None if a name or its shape does not
     exist in the model, or if two models match."""
-    own, given = bare_names(shapes), bare_names(listed)
+    own, given = own_names(shapes), own_names(listed)
     own_by_bare = {bare: name for name, bare in own.items()}
     if len(own_by_bare) < len(own):
         own_by_bare = {name: name for name in own}

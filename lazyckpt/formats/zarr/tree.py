@@ -200,12 +200,6 @@ class Nodes:
     damaged: dict[str, str] = field(default_factory=dict)
     """Path of a node that cannot be read -> reason."""
 
-    def update(self, other: Nodes) -> None:
-        """Add the nodes of another part of the hierarchy."""
-        self.arrays |= other.arrays
-        self.attributes |= other.attributes
-        self.damaged |= other.damaged
-
 
 def nodes(tree: Tree) -> Nodes:
     """Read the nodes of a hierarchy. Raises CorruptError."""
@@ -241,24 +235,25 @@ def nodes(tree: Tree) -> Nodes:
 def _walk(tree: Tree, found: Nodes) -> None:
     level, seen = [""], 0
     for _ in range(_DEPTH):
-        below: dict[str, tuple[Nodes, list[str]]] = {}
+        below: dict[str, list[str]] = {}
         tree.announce(level)
 
-        def visit(folder: str, below: dict[str, tuple[Nodes, list[str]]] = below) -> None:
-            own = Nodes(found.root)
+        def visit(folder: str, below: dict[str, list[str]] = below) -> None:
             try:
-                below[folder] = own, _visit(tree, folder, own)
+                below[folder] = _visit(tree, folder, found)
             except CorruptError as e:
                 if not folder:
                     raise
-                own.damaged[folder], below[folder] = str(e), (own, [])
+                found.damaged[folder], below[folder] = str(e), []
 
         each(visit, level)
-        for folder in level:  # in this order, whichever thread was first
-            found.update(below[folder][0])
-        level = [child for folder in level for child in below[folder][1]]
+        level = [child for folder in level for child in below[folder]]
         seen += len(level)
         if not level:
+            # threads found them in any order
+            found.arrays = {path: found.arrays[path] for path in sorted(found.arrays)}
+            found.attributes = {path: found.attributes[path] for path in sorted(found.attributes)}
+            found.damaged = {path: found.damaged[path] for path in sorted(found.damaged)}
             return
         if seen > _MANY:
             break

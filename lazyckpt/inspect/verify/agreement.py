@@ -47,11 +47,13 @@ def steps(states: Mapping[str, Mapping[str, LazyArray]], meta: Mapping[str, Any]
     return found | _read(scalars)
 
 
-def _read(scalars: Mapping[str, LazyArray]) -> dict[str, float]:
-    """Return the values of tensors of one element, without those that cannot be read: `sweep` reports them."""
+def _read(scalars: Mapping[str, LazyArray], check: Callable[[], None] = lambda: None) -> dict[str, float]:
+    """Return the values of tensors of one element, without those that cannot be read: `sweep` reports them. ``check``
+    is called before each read; what it raises ends the work."""
     found = {}
     with read_together(scalars.values()):
         for name, tensor in scalars.items():
+            check()
             with suppress(LazyckptError, OSError):
                 found[name] = float(tensor[...].reshape(()))
     return found
@@ -74,10 +76,12 @@ def differing_steps(found: Mapping[str, float]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def differing_ranks(view_format: str, stored: Callable[[], Mapping[str, LazyArray]]) -> Iterator[Finding]:
+def differing_ranks(
+    view_format: str, stored: Callable[[], Mapping[str, LazyArray]], check: Callable[[], None] = lambda: None
+) -> Iterator[Finding]:
     """Yield a finding if ranks of DeepSpeed have made different numbers of steps: the view has that of the first rank.
 
-    ``stored`` returns the tensors of all files under their raw names.
+    ``stored`` returns the tensors of all files under their raw names; ``check`` is called before each read.
     """
     if not view_format.startswith("deepspeed"):
         return
@@ -85,7 +89,7 @@ def differing_ranks(view_format: str, stored: Callable[[], Mapping[str, LazyArra
     tensors = stored()
     named = ((name, tensors[name]) for name in islice((name for name in tensors if name.endswith(".step")), _STEPS))
     scalars = {name: tensor for name, tensor in named if tensor.numel() == 1}
-    for name, step in _read(scalars).items():
+    for name, step in _read(scalars, check).items():
         made.setdefault(step, {})[scalars[name].fragments[0].extent.path] = None
     if len(made) > 1:
         usual = max(made, key=lambda step: len(made[step]))

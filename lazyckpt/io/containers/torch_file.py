@@ -32,7 +32,8 @@ from .pickle.rebuild import REBUILD, StoredStorage, StoredTensor, persistent_sto
 from .pickle.records import short
 from .tar import is_tar
 from .torch_tar import read_torch_tar
-from .zip_directory import ZIP_MAGIC, Directories, Record, same_places
+from .zip import ZIP_MAGIC
+from .zip_directory import Directories, Record, same_places
 
 LEGACY_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19"  # the pickled number 0x1950a86a20f9469cfc6c
 _HEAD = 4 << 20  # bytes before the first storage that are read in one request

@@ -19,12 +19,10 @@ from ..storage.announced import SMALL
 from ..storage.base import Store
 from ..storage.streams import StoreFile
 from .pickle.records import short
-from .zip import DEFLATED, ENCRYPTED, ENTRY_SIZE, STORED, ZIP_MAGIC, Zip, read_few, read_zip
+from .zip import DEFLATED, ENCRYPTED, ENTRY_SIZE, STORED, Zip, read_few, read_zip
 from .zip_columns import Columns, Records, read_columns
 from .zip_headers import ALIGNMENT, HeaderGuard, aligned_offsets, reads_of_headers
 from .zip_offsets import data_offset, data_offsets, data_offsets_of_few
-
-__all__ = ["ZIP_MAGIC", "Directories", "Record"]
 
 _MOST = 64  # cached layouts; the lengths of ranks' files differ by some bytes
 _FEW = 64  # records; a local zip with fewer is parsed each time, which is as fast as comparing layouts

@@ -73,12 +73,15 @@ class Stored(NamedTuple):
         Where the bytes are in it.
     confirm
         Raises ChangedFileError if the file is not the one that was indexed. Call it after the bytes were sent.
+    failed
+        Returns the error for one of the system that sending them raised; raises what ``confirm`` raises.
     """
 
     file: File
     offset: int
     nbytes: int
     confirm: Callable[[], None]
+    failed: Callable[[OSError], LazyckptError]
 
 
 class Guard(Protocol):

@@ -259,12 +259,19 @@ class LocalStore(Store):
         if self.gap:
             return None
         file = self._open(path)
+        s = self._status(path, file)
+        if access(self._mode, self._full(path), s.st_dev).gap:  # behind a link
+            return None
+        self._judge(path, offset, length, max(0, min(length, s.st_size - offset)), self._info(path, s))
 
         def confirm() -> None:
             self._judge(path, 0, 0, 0, self._info(path, self._status(path, file)))
 
-        confirm()
-        return Stored(file, offset, length, confirm)
+        def failed(e: OSError) -> LazyckptError:
+            confirm()
+            return self._failed(path, e)
+
+        return Stored(file, offset, length, confirm, failed)
 
     def private(self, path: str) -> memoryview | None:
         if not self.maps_files:

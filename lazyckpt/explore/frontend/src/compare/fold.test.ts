@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { byCell, byKind, cosineText, linesOf, measured, type Difference } from "./fold";
+import { byCell, byKind, cosineText, countText, foldOf, linesOf, measured, type Difference } from "./fold";
 
 function row(name: string, kind: number, layer: number | null, relative: number | null, more: Partial<Difference> = {}): Difference {
   return {
@@ -30,6 +30,13 @@ test("the tree has kinds that differ most first, and tensors below those that ar
   const lines = linesOf(kinds, new Set([0, 2]));
   assert.deepEqual(lines.flatMap((line) => ("row" in line ? line.row.name : [])), ["l.0.e.0", "l.0.e.1", "l.1.e.0"]);
   assert.equal(kinds.get(0)!.equal, 1);
+});
+
+test("a folded kind says what differs in it", () => {
+  const odd = [row("a", 0, 2, null, { status: "shape" }), row("b", 0, 3, null, { status: "only in b" })];
+  assert.equal(countText(foldOf(odd)), "1 of another shape; 1 only in B");
+  assert.equal(countText(foldOf([...ROWS.slice(0, 3), ...odd])), "2 of 5 differ, most in layer 0; 1 of another shape; 1 only in B");
+  assert.equal(countText(foldOf([ROWS[2]!])), "all 1 are equal");
 });
 
 test("cosines close to 1 are written as what they lack", () => {

@@ -1,5 +1,7 @@
 // The rows of a comparison by layer and kind, and as a tree in which the layers of a kind are folded.
 
+import { grouped } from "../ui/text";
+
 export interface Difference {
   name: string;
   status: "equal" | "values" | "dtype" | "shape" | "only in a" | "only in b" | "unreadable";
@@ -109,4 +111,19 @@ export function cosineText(cosine: number | null): string {
   if (cosine === null) return "";
   if (cosine === 1) return "1";
   return cosine > 1 - 1e-5 ? `1−${(1 - cosine).toExponential(1)}` : cosine.toFixed(6);
+}
+
+const ODD_TEXT = { shape: "of another shape", "only in a": "only in A", "only in b": "only in B", unreadable: "cannot be read" };
+
+/** What differs in the tensors of a kind. */
+export function countText(fold: Fold): string {
+  const all = fold.rows.length;
+  if (fold.equal === all) return `all ${grouped(all)} are equal`;
+  const odd = Object.entries(ODD_TEXT).flatMap(([status, text]) => {
+    const count = fold.rows.filter((row) => row.status === status).length;
+    return count ? `${grouped(count)} ${text}` : [];
+  });
+  const differ = fold.rows.filter(({ status }) => status === "values" || status === "dtype").length;
+  const where = fold.worst.layer === null ? "" : `, most in layer ${fold.worst.layer}`;
+  return [...(differ ? [`${grouped(differ)} of ${grouped(all)} differ${where}`] : []), ...odd].join("; ");
 }

@@ -1,20 +1,22 @@
 // The signed difference of one tensor, the first minus the second, as a heat map.
 
-import { useMemo } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
 import type { Numbers } from "../api";
 import { useExplorer, useLoaded } from "../context";
-import { Legend, planeOf, REPORTED } from "../pages/tensor";
+import { planeOf, REPORTED } from "../pages/tensor";
 import type { Pair } from "./load";
 import type { Facts } from "../tensor/cards";
 import { askedStep } from "../parts/steps";
-import { colourTable } from "../ui/colours";
-import { sample, scaleOf, type ScaleKind } from "../ui/colourscale";
+import { colourTable, css } from "../ui/colours";
+import { limitsText, marksOf, rounded, scaleOf, type ScaleKind } from "../ui/colourscale";
 import { useDark } from "../ui/dark";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
 import { HeatMap, type Values } from "../ui/heatmap";
-import { partOf, partText, rootTile, type Tile } from "../ui/pyramid";
+import { Legend } from "../ui/legend";
+import { partOf, partText, rootTile, whole, type Tile } from "../ui/pyramid";
 import { useLines } from "../ui/python";
+import { seenOf, type Seen } from "../ui/seen";
 import { grouped, shownName } from "../ui/text";
 
 const MOST = 512; // rows and columns of cells of the whole
@@ -53,12 +55,14 @@ function Picture({ facts, pair, steps }: Omit<Props, "name"> & { facts: Facts })
   const everything = rootTile(plane.size, MOST);
   const first = api.live ? everything : { ...everything, rows: Math.min(REPORTED.rows, plane.size.height), cols: Math.min(REPORTED.cols, plane.size.width) };
   const root = useLoaded((signal) => ask(first, signal), [facts, plane.query.dims, plane.query.at]);
+  const all = useMemo(() => root.value && seenOf([{ tile: first, values: root.value }], whole(plane.size), "mean"), [root.value]);
+  const [seen, setSeen] = useState<Seen>();
   const scale = useMemo(() => {
-    const values = root.value ? sample(root.value.mean) : new Float64Array(0);
+    const values = (seen ?? all)?.values ?? new Float64Array(0);
     // zero is in the middle, also if all differences have one sign
     const most = values.length ? Math.max(Math.abs(values[0]!), Math.abs(values[values.length - 1]!)) || 1 : 1;
-    return scaleOf(values, kind, "full", [-most, most]);
-  }, [root.value, kind]);
+    return rounded(scaleOf(values, kind, "full", [-most, most]), values);
+  }, [all, seen, kind]);
   const dark = useDark();
   const table = useMemo(() => colourTable(dark ? "signedDark" : "signed"), [dark]);
   const indexText = (row: number, col: number) => {
@@ -66,7 +70,7 @@ function Picture({ facts, pair, steps }: Omit<Props, "name"> & { facts: Facts })
     if (plane.ndim === 1) return `[${row * (plane.wrap ?? 0) + col}]`;
     return `[${Array.from({ length: plane.ndim }, (_, n) => (n === plane.row ? row : n === plane.col ? col : (plane.at.get(n) ?? ":"))).join(", ")}]`;
   };
-  const lines = useLines({ page: "compare", name, ...pair, dims: params["dims"], at: params["at"], view: params["view"], scale: params["scale"], range: "full" });
+  const lines = useLines({ page: "compare", name, ...pair, dims: params["dims"], at: params["at"], view: params["view"], scale: params["scale"], limits: limitsText(scale) });
   // a run shows the step of that side, which is then compared with the other one
   const look = (n: 0 | 1) => {
     const there = steps ? { step: askedStep(context, steps[n]), with: api.live ? String(steps[1 - n]) : undefined } : { side: n ? "b" : undefined };
@@ -78,7 +82,7 @@ function Picture({ facts, pair, steps }: Omit<Props, "name"> & { facts: Facts })
       name={`${name}.difference`}
       note={
         <>
-          <span class="mono">{shownName(name)}</span>, {root.value?.single ? "each element" : "mean of each cell"}
+          <span class="mono">{shownName(name)}</span>, {(seen ?? all)?.single ? "each element" : "mean of each cell"}
           {root.value && !root.value.exact ? ", of a sample of the elements" : ""}
         </>
       }
@@ -117,13 +121,14 @@ function Picture({ facts, pair, steps }: Omit<Props, "name"> & { facts: Facts })
             table={table}
             part={partOf(params["view"])}
             onPart={(part) => go({ view: part && partText(part) }, undefined, true)}
+            {...(api.live ? { onSeen: setSeen } : {})}
             label={`Heat map of the difference of ${shownName(name)}`}
             rowTitle={plane.row === null ? (plane.wrap ? `rows of ${grouped(plane.wrap)}` : "") : `dimension ${plane.row}`}
             colTitle={plane.col === null ? "" : `dimension ${plane.col}`}
             indexText={indexText}
             height={440}
           />
-          <Legend scale={scale} table={table} what="a − b" />
+          <Legend title="A − B" colour={(share) => css(table, share)} marks={marksOf(scale)} />
         </>
       )}
     </Figure>

@@ -4,9 +4,8 @@ import type { CSSProperties } from "preact";
 import { useRef } from "preact/hooks";
 import { shortNumber } from "../ui/axis";
 import { Ending } from "../ui/ending";
-import { grouped } from "../ui/text";
 import { VirtualList } from "../ui/virtual";
-import { cosineText, linesOf, type Difference, type Fold, type Line } from "./fold";
+import { cosineText, countText, linesOf, type Difference, type Fold, type Line } from "./fold";
 
 interface Props {
   kinds: string[];
@@ -115,11 +114,4 @@ export function kindText(row: Difference): string {
   if (row.status === "only in a" || row.status === "only in b") return `${row.status === "only in a" ? "only in A" : "only in B"}: ${row.a ?? row.b}`;
   if (row.status === "equal") return `equal, ${row.a}`;
   return row.a === row.b ? (row.a ?? "") : `${row.a} and ${row.b}`;
-}
-
-function countText(fold: Fold): string {
-  const all = fold.rows.length;
-  if (fold.equal === all) return `all ${grouped(all)} are equal`;
-  const where = fold.worst.layer === null ? "" : `, most in layer ${fold.worst.layer}`;
-  return `${grouped(all - fold.equal)} of ${grouped(all)} differ${where}${fold.odd ? "; names or shapes differ, too" : ""}`;
 }

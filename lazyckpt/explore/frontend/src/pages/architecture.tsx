@@ -83,7 +83,7 @@ export function ArchitecturePage() {
       </Figure>
       <section>
         <h2>By kind</h2>
-        <p class="quiet">A kind is the tensors' name with * for numbers. The name says what a kind is for.</p>
+        <p class="quiet">A kind is a name with * in place of numbers. The column “for” is what such a name usually stands for.</p>
         <DataTable
           id="kinds"
           caption="kinds"

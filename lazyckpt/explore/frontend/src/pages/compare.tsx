@@ -240,7 +240,7 @@ function Cells({ found, cells, measure, choose }: Part) {
           ].join("\n");
         }}
       />
-      <p class="quiet compare-note">Blank: equal, or nothing to compare. ?: a tensor that one side lacks, that has another shape, or that cannot be read.</p>
+      <p class="quiet compare-note" data-legend>Blank: equal, or nothing to compare. ?: a tensor that one side lacks, that has another shape, or that cannot be read.</p>
     </>
   );
 }

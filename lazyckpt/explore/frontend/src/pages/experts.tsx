@@ -103,7 +103,7 @@ function MostAlike() {
     <>
       <Figure
         title="The most alike expert"
-        note={`largest cosine of the angles to the other experts of the layer; ${sampled ? "evenly spaced rows of large layers" : "all elements"}; a click compares the experts of a layer`}
+        note={<>largest cosine of the angles to the other experts of the layer; {sampled ? "evenly spaced rows of large layers" : "all elements"}<span data-hint>; a click compares the experts of a layer</span></>}
         name="most alike experts"
         python={lines["alike"]}
         tools={
@@ -180,7 +180,7 @@ function Norms() {
   const norms = Float64Array.from(rows, ({ norm }) => norm);
   return (
     <>
-      <Figure title="Norms of the experts" note="L2 norm of all tensors of an expert; a click compares the experts of a layer" name="norms of experts" python={lines["experts"]}>
+      <Figure title="Norms of the experts" note={<>L2 norm of all tensors of an expert<span data-hint>; a click compares the experts of a layer</span></>} name="norms of experts" python={lines["experts"]}>
         <Grid
           numbers={(norm) => norm.toPrecision(3)}
           rows={value.layers.map((one) => shownName(one))}

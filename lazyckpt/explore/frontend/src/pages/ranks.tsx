@@ -3,7 +3,7 @@
 import { useMemo } from "preact/hooks";
 import type { Problem } from "../api";
 import { useExplorer, useLoaded } from "../context";
-import { natural } from "../tree/nodes";
+import { gridOf, meshText, rankText, type File, type Rank, type Ranks } from "../ranks/mesh";
 import { colourTable, css } from "../ui/colours";
 import { Ending } from "../ui/ending";
 import { Failure } from "../ui/failure";
@@ -14,35 +14,6 @@ import { DataTable, type Column } from "../ui/table";
 import { bytes, counted, grouped, shownName } from "../ui/text";
 import "./ranks.css";
 
-type Axis = "tp" | "pp" | "dp" | "ep";
-
-interface Rank {
-  rank: Record<Axis, number> | null;
-  tensors: number;
-  nbytes: number;
-  missing: number;
-  files: number[];
-}
-
-interface File {
-  path: string;
-  size: number | null;
-  tensors: number;
-  nbytes: number;
-  missing: string;
-  problems: { code: string; severity: string; text: string; advice: string }[];
-}
-
-interface Ranks {
-  mesh: Record<Axis, number>;
-  ranks: Rank[];
-  files: File[];
-  files_in_all: number;
-  lost: [string, string, number][];
-  lost_in_all: number;
-}
-
-const AXES: Axis[] = ["pp", "dp", "ep", "tp"];
 const VIRIDIS = colourTable("viridis");
 
 export function RanksPage() {
@@ -71,7 +42,7 @@ export function RanksPage() {
       <Figure
         title={grid.isMesh ? "Ranks" : "Files"}
         name="ranks"
-        note={`${grid.isMesh ? meshText(found.mesh) : `${counted(found.files_in_all, "file")}; the checkpoint names no ranks`}; colours are ${of === "bytes" ? "bytes of elements" : `numbers of ${of}`}`}
+        note={`${grid.isMesh ? meshText(found.mesh) : `${counted(found.files_in_all, "file")}, not grouped by rank`}; colours are ${of === "bytes" ? "bytes of elements" : `numbers of ${of}`}`}
         tools={
           <>
             <span role="group" aria-label="of" class="choices">
@@ -100,7 +71,7 @@ export function RanksPage() {
           colour={(share) => css(VIRIDIS, share)}
           range={grid.range}
           format={(value) => (of === "bytes" ? bytes(value) : grouped(value))}
-          detail={(r, c) => detailOf(grid.cells[r * grid.columns.length + c], found.files)}
+          detail={(r, c) => detailOf(grid.cells[r * grid.columns.length + c], found)}
           mark={(r, c) => markOf(grid.cells[r * grid.columns.length + c], found.files)}
           onCell={(r, c) => choose(grid.cells[r * grid.columns.length + c])}
           active={active >= 0 ? [Math.floor(active / grid.columns.length), active % grid.columns.length] : null}
@@ -222,80 +193,11 @@ function Holding({ file, state }: { file: File; state: string | undefined }) {
   );
 }
 
-interface GridOf {
-  rows: string[];
-  columns: string[];
-  cells: (Rank | undefined)[];
-  values: Float64Array;
-  rowTitle: string | undefined;
-  columnTitle: string | undefined;
-  range: [number, number];
-  isMesh: boolean;
-}
-
-/** The mesh with tp (and dp, if that is not too wide) from left to right; without ranks, the files. */
-export function gridOf(found: Ranks, of: string): GridOf {
-  const known = found.ranks.filter((rank) => rank.rank);
-  const value = (rank: Rank) => (of === "bytes" ? rank.nbytes : of === "tensors" ? rank.tensors : rank.files.length);
-  if (!known.length) return filesOf(found, of);
-  const size = (axis: Axis) => Math.max(found.mesh[axis], 1 + Math.max(...known.map(({ rank }) => rank![axis])));
-  const used = AXES.filter((axis) => size(axis) > 1);
-  // the axes are dealt between columns and rows so that the grid is about as wide as high
-  const across: Axis[] = [];
-  let width = 1;
-  for (const axis of ["tp", "ep", "dp", "pp"] as Axis[]) {
-    if (used.includes(axis) && (across.length === 0 || width * size(axis) <= 32)) {
-      across.push(axis);
-      width *= size(axis);
-    }
-  }
-  const columns = AXES.filter((axis) => across.includes(axis));
-  const rows = used.filter((axis) => !across.includes(axis));
-  const index = (axes: Axis[], rank: Record<Axis, number>) => axes.reduce((n, axis) => n * size(axis) + rank[axis], 0);
-  const labels = (axes: Axis[]): string[] => // "" without axes: there is nothing to number
-    axes.reduce<string[]>((list, axis) => list.flatMap((text) => Array.from({ length: size(axis) }, (_, n) => (text ? `${text}.${n}` : String(n)))), [""]);
-  const names = { rows: labels(rows), columns: labels(columns) };
-  const cells: (Rank | undefined)[] = new Array<Rank | undefined>(names.rows.length * names.columns.length).fill(undefined);
-  for (const rank of known) cells[index(rows, rank.rank!) * names.columns.length + index(columns, rank.rank!)] = rank;
-  const title = (axes: Axis[]) => (axes.length ? axes.join(".") : undefined);
-  return { ...names, cells, ...filled(cells, value), rowTitle: title(rows), columnTitle: title(columns) ?? "rank", isMesh: true };
-}
-
-function filesOf(found: Ranks, of: string): GridOf {
-  const width = Math.min(32, Math.max(1, found.files.length));
-  const height = Math.max(1, Math.ceil(found.files.length / width));
-  const order = found.files.map((_, n) => n).sort((a, b) => natural(found.files[a]!.path, found.files[b]!.path));
-  const cells: (Rank | undefined)[] = Array.from({ length: width * height }, (_, n) => {
-    const number = order[n];
-    const file = number === undefined ? undefined : found.files[number];
-    return file && { rank: null, tensors: file.tensors, nbytes: file.nbytes, missing: file.missing ? file.nbytes : 0, files: [number!] };
-  });
-  const value = (rank: Rank) => (of === "bytes" ? rank.nbytes : of === "tensors" ? rank.tensors : 1);
-  return {
-    rows: Array.from({ length: height }, (_, n) => String(n * width)),
-    columns: Array.from({ length: width }, (_, n) => String(n)),
-    cells, ...filled(cells, value), rowTitle: "file", columnTitle: undefined, isMesh: false,
-  };
-}
-
-function filled(cells: (Rank | undefined)[], value: (rank: Rank) => number): { values: Float64Array; range: [number, number] } {
-  const values = Float64Array.from(cells, (rank) => (rank ? value(rank) : NaN));
-  return { values, range: [0, Math.max(1, ...values.filter((one) => !Number.isNaN(one)))] };
-}
-
-function meshText(mesh: Record<Axis, number>): string {
-  return (["tp", "pp", "dp", "ep"] as Axis[]).filter((axis) => mesh[axis] > 1).map((axis) => `${axis} ${mesh[axis]}`).join(" × ") || "one rank";
-}
-
-function rankText(rank: Record<Axis, number>, mesh: Record<Axis, number>): string {
-  return AXES.filter((axis) => mesh[axis] > 1).map((axis) => `${axis} ${rank[axis]}`).join(" ") || "0";
-}
-
-function detailOf(rank: Rank | undefined, files: File[]): string {
+function detailOf(rank: Rank | undefined, { files, mesh }: Ranks): string {
   if (!rank) return "no file names this rank";
   const names = rank.files.slice(0, 4).map((n) => shownName(files[n]!.path));
   const more = rank.files.length > 4 ? `\nand ${rank.files.length - 4} more files` : "";
-  const where = rank.rank ? AXES.map((axis) => `${axis} ${rank.rank![axis]}`).join("  ") : "";
+  const where = rank.rank ? `rank ${rankText(rank.rank, mesh)}` : "";
   const lost = rank.missing ? `\n${bytes(rank.missing)} in files that cannot be read` : "";
   const problems = rank.files.flatMap((n) => files[n]!.problems.map(({ code }) => code));
   return `${where ? `${where}\n` : ""}${bytes(rank.nbytes)} in ${counted(rank.tensors, "tensor")}${lost}${problems.length ? `\n${[...new Set(problems)].join(", ")}` : ""}\n${names.join("\n")}${more}`;

@@ -8,7 +8,7 @@ import { useDark } from "../ui/dark";
 import { CompareWith, showStep } from "../parts/steps";
 import { Failure } from "../ui/failure";
 import { Figure, SaveButtons } from "../ui/figure";
-import { Legend } from "../ui/grid";
+import { LegendOf } from "../ui/grid";
 import { LineChart, type Series } from "../ui/line";
 import { Python, useLines } from "../ui/python";
 import { DataTable, type Column } from "../ui/table";
@@ -110,7 +110,7 @@ export function RunPage() {
         <>
           <h2>{capital(label)}</h2>
           <p class="quiet">
-            A picture for each kind of parameter, a line for each layer; what is in view is read. A click shows one kind alone.
+            A picture for each kind of parameter, a line for each layer. Only pictures in view are read. A click shows one kind alone.
           </p>
           <Layers kinds={shown} />
           <div class="run-panels">
@@ -131,7 +131,11 @@ function Layers({ kinds }: { kinds: Kind[] }) {
   const shade = useShade();
   const most = kinds.reduce((n, { layers }) => Math.max(n, layers), 0);
   if (most < 2) return null;
-  return <Legend low={0} high={most - 1} colour={shade} format={(n) => (Number.isInteger(n) ? String(n) : "")} title="layers, first to last" />;
+  return (
+    <div class="run-layers">
+      <LegendOf low={0} high={most - 1} colour={shade} format={(n) => (Number.isInteger(n) ? String(n) : "")} title="layers, first to last" />
+    </div>
+  );
 }
 
 /** The colour of a layer by its place among all: not too bright on white paper, nor too dark on black. */
@@ -199,7 +203,7 @@ function Panel(props: PartProps) {
             {[...new Set(loaded.value.marks.map(([, , mark]) => mark))].join(" ")}
           </span>
         )}
-        {loaded.value && <SaveButtons of={box} name={`${kind.label}.${quantity}`} />}
+        {loaded.value && <SaveButtons of={box} name={`${kind.label}.${quantity}`} head={() => [capital(label), shownName(kind.kind)]} {...(series.length > 1 ? { legend: ".run-layers [data-legend]" } : {})} />}
       </div>
       {loaded.error ? (
         <p class="quiet">{loaded.error.message}</p>
@@ -277,6 +281,7 @@ function One(props: PartProps & { lines: Record<string, string> }) {
         {loaded.error ? (
           <Failure error={loaded.error} />
         ) : found ? (
+          <>
           <LineChart
             series={series}
             label={`${label} of ${shownName(kind.kind)}`}
@@ -289,6 +294,8 @@ function One(props: PartProps & { lines: Record<string, string> }) {
             legend={series.length <= 12}
             onPoint={(one, index) => showStep(context, one.x[index]!)}
           />
+          {series.length > 12 && <Layers kinds={[kind]} />}
+          </>
         ) : start ? (
           <p class="run-wait quiet">reading {bytes(size)} …</p>
         ) : (
@@ -308,7 +315,6 @@ function One(props: PartProps & { lines: Record<string, string> }) {
           </p>
         );
       })}
-      {found && series.length > 12 && <Layers kinds={[kind]} />}
       {errors.map(([one, why]) => (
         <p key={one} class="warning">
           step {one}: {why}

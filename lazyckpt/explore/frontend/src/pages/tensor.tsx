@@ -1,19 +1,21 @@
 // One tensor: its picture from the whole down to one element, and what its values are.
 
 import type { ComponentChildren } from "preact";
-import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useMemo, useState } from "preact/hooks";
 import type { Numbers } from "../api";
 import { useExplorer, useLoaded } from "../context";
 import { Cards, type Facts } from "../tensor/cards";
 import { besideKey, besideOf, besideText, choicesOf, exchanged, toggled, type Choice, type Shown } from "../tensor/states";
 import { colourTable, css } from "../ui/colours";
 import { useDark } from "../ui/dark";
-import { sample, scaleOf, type Scale, type ScaleKind } from "../ui/colourscale";
+import { limitsOf, limitsText, marksOf, rounded, scaleOf, type ScaleKind } from "../ui/colourscale";
 import { Failure } from "../ui/failure";
 import { Figure } from "../ui/figure";
-import { HeatMap, Link, cellValue, type How, type Mark, type Outline, type Values } from "../ui/heatmap";
+import { HeatMap, Link, type How, type Mark, type Outline, type Values } from "../ui/heatmap";
+import { Legend } from "../ui/legend";
 import { CopyButton, useLines } from "../ui/python";
 import { around, partOf, partText, rootTile, whole, type Size, type Tile } from "../ui/pyramid";
+import { seenOf, type Seen } from "../ui/seen";
 import { shortNumber } from "../ui/axis";
 import { bytes, counted, grouped, shownName, shownTensor } from "../ui/text";
 import "./tensor.css";
@@ -21,8 +23,8 @@ import "./tensor.css";
 /** The parameters of the page that its lines of Python depend on, besides those of the tensor. */
 const SAID = ["dims", "at", "view", "how", "scale", "range", "exact", "counts", "bins"];
 
-function toldOf(params: Record<string, string>) {
-  return Object.fromEntries(SAID.map((key) => [key, params[key]]));
+function toldOf(params: Record<string, string>, limits: string | undefined) {
+  return { ...Object.fromEntries(SAID.map((key) => [key, params[key]])), limits };
 }
 
 const LIVE = 512; // rows and columns of cells of the whole
@@ -30,6 +32,8 @@ const REPORT = 64; // the same in a report
 const ALL = 64 << 20; // bytes of which everything is read without being asked for
 /** How a report has its pictures: rounded means. */
 export const REPORTED = { rows: REPORT, cols: REPORT, how: "mean", fraction: 11 };
+
+const NONE: Seen = { values: new Float64Array(0), low: NaN, high: NaN, single: false };
 
 const DERIVED: Record<string, string> = {
   update: "what the last step of the optimizer added to the weight, computed from its states",
@@ -97,7 +101,7 @@ function Tensor({ facts, common }: { facts: Facts; common: Common }) {
   const beside = choices.filter((one) => one.fits && besideKey(one) !== besideKey(facts) && chosen.some((other) => besideKey(other) === besideKey(one)));
   const show = (next: Choice) =>
     go({
-      state: next.state === own ? undefined : next.state, of: next.of || undefined, view: next.fits ? params["view"] : undefined,
+      state: next.state === own ? undefined : next.state, of: next.of || undefined, limits: undefined, view: next.fits ? params["view"] : undefined,
       beside: besideText(exchanged(beside, { state: facts.state, of: facts.of }, next)),
     });
   const plane = useMemo(() => planeOf(facts, params), [facts, params["dims"], params["at"]]);
@@ -105,7 +109,8 @@ function Tensor({ facts, common }: { facts: Facts; common: Common }) {
   const [marks, setMarks] = useState<Mark[]>([]);
   const empty = size.height === 0 || size.width === 0;
   const part = partOf(params["view"]);
-  const lines = useLines({ ...common, ...(api.live ? toldOf(params) : {}) });
+  const [limits, setLimits] = useState<string>();
+  const lines = useLines({ ...common, ...(api.live ? toldOf(params, limits) : {}) });
   const look = (row: number, col: number) => go({ view: partText(around(row, col, size, { height: 470, width: 800 })) });
   const jump = (index: number[]) => {
     if (plane.ndim < 2) {
@@ -169,7 +174,7 @@ function Tensor({ facts, common }: { facts: Facts; common: Common }) {
       ) : empty ? (
         <p class="quiet">The tensor has no elements.</p>
       ) : (
-        <Pictures key={`${plane.query.dims}/${plane.query.at}`} {...{ facts, plane, common, marks, lines, beside, own }} />
+        <Pictures key={`${plane.query.dims}/${plane.query.at}`} {...{ facts, plane, common, marks, lines, setLimits, beside, own }} />
       )}
       <Cards {...{ facts, plane, common, lines, jump, setMarks, empty: empty || facts.numbers === null }} part={part ?? whole(size)} size={size} live={api.live} />
     </article>
@@ -184,6 +189,8 @@ interface PictureProps {
   common: Common;
   marks: Mark[];
   lines: Record<string, string>;
+  /** Called with the ends of the colours, unless the line of Python finds them by itself. */
+  setLimits(limits: string | undefined): void;
   /** Beside others: what the picture is called, and what moves it with them. */
   among?: { label: string; link: Link };
 }
@@ -216,7 +223,8 @@ function Beside({ shown, label, first, own, link }: { shown: Shown; label: strin
   const { params } = route;
   const common = { ...first.common, state: shown.state === own ? undefined : shown.state, of: shown.of || undefined };
   const loaded = useLoaded((signal) => api.json<Facts>("tensor", common, signal), [first.facts]);
-  const lines = useLines({ ...common, ...(api.live ? toldOf(params) : {}) });
+  const [limits, setLimits] = useState<string>();
+  const lines = useLines({ ...common, ...(api.live ? toldOf(params, limits) : {}) });
   const facts = loaded.value;
   const plane = useMemo(() => facts && planeOf(facts, params), [facts, params["dims"], params["at"]]);
   const all = first.plane.size;
@@ -225,7 +233,7 @@ function Beside({ shown, label, first, own, link }: { shown: Shown; label: strin
   if (facts.numbers === null || plane.size.height !== all.height || plane.size.width !== all.width) {
     return <div class="tensor-wait quiet">{shownName(label)} has other rows and columns.</div>;
   }
-  return <Picture {...{ facts, plane, common, lines }} marks={[]} among={{ label, link }} />;
+  return <Picture {...{ facts, plane, common, lines, setLimits }} marks={[]} among={{ label, link }} />;
 }
 
 /** How pictures are drawn, by the parameters of the link. */
@@ -237,14 +245,14 @@ function drawnAs(params: Record<string, string>, live: boolean) {
   return { how, kind, range, exact };
 }
 
-function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
+function Picture({ facts, plane, common, marks, lines, among, setLimits }: PictureProps) {
   const { api, route, go } = useExplorer();
   const { params } = route;
   const { size } = plane;
   const { how, kind, range, exact } = drawnAs(params, api.live);
   const ask = async (tile: Tile, signal: AbortSignal, rows: number, cols: number, window: boolean): Promise<Values> => {
     const place = window ? { r0: tile.r0, r1: tile.r1, c0: tile.c0, c1: tile.c1 } : {};
-    const { header, arrays } = await api.packed<{ exact: boolean; single: boolean }>(
+    const { header, arrays } = await api.packed<{ exact: boolean; single: boolean; lost?: number }>(
       "tensor/tile", { ...common, ...plane.query, ...place, rows, cols, exact, ...(api.live ? {} : REPORTED) }, signal,
     );
     const mean = arrays["mean"] as Numbers;
@@ -265,17 +273,19 @@ function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
     const { arrays } = await api.packed("tensor/norms", { ...common, ...plane.query, rows: 512, cols: 512 }, signal);
     return arrays;
   }, [facts, wide]);
-  const values = useMemo(() => {
-    const found = root.value;
-    if (!found) return new Float64Array(0);
-    return sample(Array.from({ length: found.mean.length }, (_, n) => cellValue(found, how, n)));
-  }, [root.value, how]);
-  const full = useMemo(() => {
-    const ends = root.value ? [...sample(root.value.min, 1e9), ...sample(root.value.max, 1e9)] : [0];
-    const [low, high] = ends.reduce(([a, b], x) => [Math.min(a, x), Math.max(b, x)], [Infinity, -Infinity]);
-    return (how === "absmax" ? [0, Math.max(-low, high)] : [low, high]) as [number, number];
-  }, [root.value, how]);
-  const scale = useMemo(() => scaleOf(values, kind, range, full, how === "absmax"), [values, kind, range, full, how]);
+  const all = useMemo(() => root.value && seenOf([{ tile: first, values: root.value }], whole(size), how), [root.value, how]);
+  const [seen, setSeen] = useState<Seen>();
+  const cells = seen ?? all;
+  const held = among || !api.live ? undefined : limitsOf(params["limits"]);
+  const scale = useMemo(() => {
+    const { values, low, high } = cells ?? NONE;
+    const full: [number, number] = how === "absmax" ? [0, Math.max(-low, high)] : [low, high];
+    if (held) return scaleOf(values, kind, "full", held);
+    const found = scaleOf(values, kind, range, full, how === "absmax");
+    return seen ? rounded(found, values) : found;
+  }, [cells, kind, range, how, params["limits"]]);
+  const limits = api.live && (seen || held) ? limitsText(scale) : undefined;
+  useEffect(() => setLimits(limits), [limits]); // the line of Python has these colours
   const dark = useDark();
   const table = useMemo(() => colourTable(scale.signed ? (dark ? "signedDark" : "signed") : "viridis"), [scale.signed, dark]);
   const outlines = useMemo<Outline[] | undefined>(() => {
@@ -295,16 +305,24 @@ function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
   const pooled = Array.from({ length: plane.ndim }, (_, n) => n).filter((n) => n !== plane.row && n !== plane.col && !plane.at.has(n));
   const note = root.value && (
     <>
-      {root.value.single ? "each element" : `${how} of each cell${api.live ? "" : ", of three digits"}`}
+      {cells!.single ? "each element" : `${how} of each cell${api.live ? "" : ", of three digits"}`}
       {root.value.exact ? "" : ", of a sample of the elements"}
+      {root.value.lost && <span class="error">; {counted(root.value.lost, "element")} {root.value.lost > 1 ? "are" : "is"} in lost files</span>}
       {plane.ndim > 2 && pooled.length > 0 && `, over ${pooled.length > 1 ? "dimensions" : "dimension"} ${pooled.join(", ")}`}
       {facts.dtype.includes("complex") && ", absolute values"}
+      {norms.value && plane.ndim > 0 && "; bars are the L2 norms of rows and columns"}
     </>
   );
   return (
-    <Figure title={among ? shownName(among.label) : facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={among ? `${facts.name}.${among.label}` : `${facts.name}.values`} python={[lines["heatmap"], norms.value ? lines["norms"] : undefined]}>
+    <Figure of={facts.name} title={among ? shownName(among.label) : facts.of ? `Values of the ${facts.of === "update" ? "last step" : "change"}` : "Values"} note={note} name={among ? `${facts.name}.${among.label}` : `${facts.name}.values`} python={[lines["heatmap"], norms.value ? lines["norms"] : undefined]}>
       {!among && <div class="tensor-tools">
         <Choices facts={facts} plane={plane} />
+        {api.live && kind !== "quantile" && (
+          <label title="keep these colours while you zoom and move; else they follow what is in view">
+            <input type="checkbox" checked={!!held} onChange={(event) => go({ limits: event.currentTarget.checked ? limitsText(scale) : undefined }, undefined, true)} />
+            hold the colours
+          </label>
+        )}
         {layout.value && layout.value.labels.length > 1 && plane.ndim === 2 && (
           <label>
             <input type="checkbox" checked={params["ranks"] !== "no"} onChange={(event) => go({ ranks: event.currentTarget.checked ? undefined : "no" }, undefined, true)} />
@@ -338,7 +356,8 @@ function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
             table={table}
             part={partOf(params["view"])}
             onPart={(part) => go({ view: part && partText(part) }, undefined, true)}
-            label={`Heat map of ${among ? `${shownName(among.label)} of ` : ""}${shownName(facts.name)}, ${grouped(size.height)} by ${grouped(size.width)}, values ${shortNumber(full[0])} to ${shortNumber(full[1])}`}
+            {...(api.live ? { onSeen: setSeen } : {})}
+            label={`Heat map of ${among ? `${shownName(among.label)} of ` : ""}${shownName(facts.name)}, ${grouped(size.height)} by ${grouped(size.width)}, values ${shortNumber(all!.low)} to ${shortNumber(all!.high)}`}
             rowTitle={plane.row === null ? (plane.wrap ? `rows of ${grouped(plane.wrap)}` : "") : `dimension ${plane.row}`}
             colTitle={plane.col === null ? "" : `dimension ${plane.col}`}
             indexText={indexText}
@@ -348,7 +367,9 @@ function Picture({ facts, plane, common, marks, lines, among }: PictureProps) {
             rowNorms={norms.value?.["rows"]}
             colNorms={norms.value?.["cols"]}
           />
-          {values.length > 0 && <Legend scale={scale} table={table} what={root.value.single ? "value" : how} />}
+          {all!.values.length > 0 && (
+            <Legend title={cells!.single ? "value" : how === "absmax" ? "largest |x|" : how} colour={(share) => css(table, share)} marks={marksOf(scale)} />
+          )}
         </>
       )}
     </Figure>
@@ -369,7 +390,7 @@ function Choices({ facts, plane }: { facts: Facts; plane: Plane }) {
   const option = (key: string, label: string, choices: [string, string][], now: string) => (
     <label>
       {label}
-      <select value={now} onChange={(event) => go({ [key]: event.currentTarget.value === choices[0]![0] ? undefined : event.currentTarget.value }, undefined, true)}>
+      <select value={now} onChange={(event) => go({ [key]: event.currentTarget.value === choices[0]![0] ? undefined : event.currentTarget.value, limits: undefined }, undefined, true)}>
         {choices.map(([value, text]) => (
           <option key={value} value={value}>
             {text}
@@ -450,34 +471,5 @@ function Dimensions({ plane }: { plane: Plane }) {
         </label>
       ))}
     </>
-  );
-}
-
-export function Legend({ scale, table, what }: { scale: Scale; table: Uint8Array; what: string }) {
-  const canvas = useRef<HTMLCanvasElement>(null);
-  useLayoutEffect(() => {
-    // before a print, too
-    const context = canvas.current!.getContext("2d")!;
-    for (let x = 0; x < 256; x += 1) {
-      context.fillStyle = css(table, x / 255);
-      context.fillRect(x, 0, 1, 1);
-    }
-  }, [table]);
-  const marks = [0, 0.25, 0.5, 0.75, 1].map((at) => ({ at, text: shortNumber(Number(scale.value(at).toPrecision(3))) }));
-  const shown = marks[0]!.text === marks[4]!.text ? [marks[2]!] : marks; // all values are the same
-  return (
-    <div class="tensor-legend">
-      <span class="quiet">{what === "absmax" ? "largest |x|" : what}</span>
-      <div>
-        <canvas ref={canvas} width={256} height={1} role="img" aria-label={`colours from ${shortNumber(scale.value(0))} to ${shortNumber(scale.value(1))}`} />
-        <div class="tensor-legend-ticks">
-          {shown.map(({ at, text }) => (
-            <span key={at} style={{ left: `${at * 100}%` }}>
-              {text}
-            </span>
-          ))}
-        </div>
-      </div>
-    </div>
   );
 }

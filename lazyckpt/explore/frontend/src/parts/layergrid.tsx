@@ -53,7 +53,7 @@ export function LayerGrid({ id, found, quantity, title, python, table, note }: {
   const columns = useMemo(() => [...(Object.keys(found.alone[quantity]!).length ? ["none"] : []), ...found.layers.map(String)], [found, quantity]);
   const shift = columns[0] === "none" ? 1 : 0;
   const values = useMemo(() => gridOf(rows, found, columns.length, shift), [rows, found]);
-  const scaled = useMemo(() => (relative ? ownGrid(relative, columns.length, shift) : values), [values, relative]);
+  const scaled = useMemo(() => (relative ? ownGrid(relative, values, columns.length, shift) : values), [values, relative]);
   const marks = useMemo(() => new Map(found.marks.map(([kind, layer, mark]) => [`${kind} ${layer}`, mark])), [found]);
   const layerAt = (column: number) => (shift && column === 0 ? null : found.layers[column - shift]!);
   const what = found.quantities[quantity]!;
@@ -80,7 +80,7 @@ export function LayerGrid({ id, found, quantity, title, python, table, note }: {
           columns={columns.map((one) => (one === "none" ? "–" : one))}
           values={scaled}
           label={title}
-          columnTitle="layer"
+          columnTitle={shift ? "layer (–: in no layer)" : "layer"}
           log={own ? own.log : !share && !signed}
           {...(own ? { range: own.range } : share ? { range: [0, 1] as [number, number] } : {})}
           colour={(at) => css(own ? (dark ? DARK : SIGNED) : VIRIDIS, at)}
@@ -144,14 +144,20 @@ function gridOf(rows: Row[], found: Layers, width: number, shift: number): Float
   return values;
 }
 
-/** The values in a unit of each kind, as a grid; a zero counts as the smallest number, which has the colour of the end. */
-function ownGrid({ unit, values }: Relative, width: number, shift: number): Float64Array {
+/**
+ * The values in a unit of each kind, as a grid; a zero counts as the smallest number, which has the colour of the end.
+ *
+ * @param plain the grid of the values themselves: one that is in no layer is its kind's only one, and so its unit
+ */
+function ownGrid({ unit, values }: Relative, plain: Float64Array, width: number, shift: number): Float64Array {
   const found = new Float64Array(values.length * width).fill(NaN);
-  values.forEach((row, n) =>
+  values.forEach((row, n) => {
+    const alone = plain[n * width]!;
+    if (shift && globalThis.Number.isFinite(alone)) found[n * width] = unit === "largest" ? Math.sign(alone) : 1;
     row.forEach((one, k) => {
       const value = numeric(one);
       found[n * width + k + shift] = unit === "largest" ? value : Math.max(2 ** value, globalThis.Number.MIN_VALUE);
-    }),
-  );
+    });
+  });
   return found;
 }

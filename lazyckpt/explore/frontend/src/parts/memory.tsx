@@ -69,8 +69,7 @@ export function Memory({ python }: { python: string | undefined }) {
     gradients: gradients === "float32" ? undefined : gradients,
   };
   const loaded = useLoaded((signal) => api.json<Costs>("architecture/memory", asked, signal), [JSON.stringify(asked)]);
-  const [text, choose] = useParam("stage", "0");
-  const chosen = Number(text) || 0;
+  const [chosen, choose] = useParam("stage", "");
   const pick = (name: string, value: string, first: string) => go({ [name]: value === first ? undefined : value }, undefined, true);
   const select = (name: string, title: string, value: string, of: [string, string][]) => (
     <label>
@@ -86,7 +85,8 @@ export function Memory({ python }: { python: string | undefined }) {
   );
   const costs = loaded.value;
   const most = costs ? Math.max(...costs.stages.map((stage) => stage.nbytes)) : 0;
-  const stage = costs?.stages[Math.max(0, Math.min(chosen, costs.stages.length - 1))];
+  const fullest = costs?.stages.find(({ nbytes }) => nbytes === most);
+  const stage = costs?.stages.find((one) => String(one.stage) === chosen) ?? fullest;
   return (
     <section class="memory">
       <h2>Memory on each rank</h2>
@@ -112,11 +112,12 @@ export function Memory({ python }: { python: string | undefined }) {
         {select("zero", "ZeRO", zero, ZERO)}
       </form>
       {loaded.error && <Failure error={loaded.error} />}
-      {costs && stage && !loaded.error && (
+      {costs && stage && fullest && !loaded.error && (
         <>
           <p class="memory-sum">
-            <strong>{bytes(most)}</strong> on each of {grouped(costs.world)} {costs.world === 1 ? "rank" : "ranks"}
-            {costs.stages.length > 1 && <span class="quiet"> of the fullest pipeline stage</span>}
+            <strong>{bytes(most)}</strong>{" "}
+            {costs.stages.length > 1 ? `on each rank of pipeline stage ${fullest.stage}, the fullest` : costs.world === 1 ? "on one rank" : `on each of ${grouped(costs.world)} ranks`}
+            {costs.stages.length > 1 && <span class="quiet"> ({grouped(costs.world)} ranks in all)</span>}
           </p>
           <div class="memory-bars" role="img" aria-label={`memory by pipeline stage: ${costs.stages.map((one) => bytes(one.nbytes)).join(", ")}`}>
             {costs.stages.slice(0, 64).map((one) => (

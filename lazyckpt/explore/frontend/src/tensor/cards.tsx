@@ -126,6 +126,7 @@ function HistogramCard({ facts, common, lines, live }: Props) {
   return (
     <Figure
       title="Histogram"
+      of={facts.name}
       note={value ? (value["exact"] ? "all elements" : `a sample of ${grouped(Number(value["read"]))} elements`) : ""}
       name={`${facts.name}.histogram`}
       python={lines["histogram"]}
@@ -230,7 +231,7 @@ interface Bits {
 function BitsCard({ facts, common, lines }: Props) {
   const { api } = useExplorer();
   return (
-    <Figure title="Bits" note="how often each bit is 1, and each exponent" name={`${facts.name}.bits`} python={lines["bits"]}>
+    <Figure title="Bits" of={facts.name} note="how often each bit is 1, and each exponent" name={`${facts.name}.bits`} python={lines["bits"]}>
       <Wait cost={`reads ${bytes(facts.nbytes)}`} cheap={facts.nbytes <= AUTO} load={(signal) => api.json<Bits>("tensor/bits", common, signal)}>
         {(found) => <BitsPicture found={found} facts={facts} />}
       </Wait>
@@ -305,7 +306,7 @@ function SpectrumCard({ facts, plane, common, lines }: Props) {
   const side = plane.ndim >= 2 ? Math.min(plane.size.height, plane.size.width) : 0;
   const free = plane.ndim - 2 - plane.at.size;
   return (
-    <Figure title="Singular values" note="largest first" name={`${facts.name}.singular-values`} python={lines["spectrum"]}>
+    <Figure title="Singular values" of={facts.name} note="largest first" name={`${facts.name}.singular-values`} python={lines["spectrum"]}>
       {free > 0 ? (
         <p class="quiet">Choose an index of each dimension that is not drawn: singular values are of a matrix.</p>
       ) : (
@@ -445,6 +446,8 @@ function ValuesCard(props: Props) {
   );
 }
 
+type Range = Props["facts"]["ranges"][number] & { n: number };
+
 function WhereCard({ facts }: Props) {
   const end = new Map<string, number>();
   for (const { path, offset, nbytes } of facts.ranges) end.set(path, Math.max(end.get(path) ?? 1, (offset ?? 0) + nbytes));
@@ -466,7 +469,8 @@ function WhereCard({ facts }: Props) {
           height={300}
           note={facts.ranges_in_all > facts.ranges.length ? `the first of ${grouped(facts.ranges_in_all)} ranges` : `${counted(facts.ranges.length, "range")} of files`}
           columns={[
-            { key: "rank", title: "rank", value: ({ rank }) => rank, width: "minmax(110px,1fr)" },
+            // ranges of files that name no rank have the file's name instead of one
+            ...(facts.ranges.some(({ rank, path }) => !path.endsWith(rank)) ? [{ key: "rank", title: "rank", value: ({ rank }: Range) => rank, width: "minmax(110px,1fr)" }] : []),
             { key: "path", title: "file", value: ({ path }) => path, cell: ({ path }) => <Ending text={path} />, width: "minmax(180px,2fr)" },
             { key: "offset", title: "offset", value: ({ offset }) => offset, number: true },
             { key: "nbytes", title: "bytes", value: ({ nbytes }) => nbytes, number: true },

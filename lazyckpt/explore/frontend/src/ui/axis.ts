@@ -21,11 +21,15 @@ export function wholeText(x: number): string {
   return Math.abs(x) < 1e9 ? grouped(x) : shortNumber(x);
 }
 
-/** Powers of ten from low to high (both above 0), at most about `wanted` of them. */
+/** Powers of ten from low to high (both above 0), at most about `wanted` of them; if there are fewer than two, also 2 and 5 times these. */
 export function logTicks(low: number, high: number, wanted = 5): number[] {
   const first = Math.ceil(Math.log10(low) - 1e-9);
   const last = Math.floor(Math.log10(high) + 1e-9);
-  if (last < first + 1) return ticks(low, high, wanted);
+  if (last < first + 1) {
+    const fine = [first - 1, first, last].flatMap((n) => [1, 2, 5].map((m) => Number(`${m}e${n}`)));
+    const inside = [...new Set(fine)].filter((x) => x >= low * (1 - 1e-9) && x <= high * (1 + 1e-9));
+    return inside.length > 1 ? inside : ticks(low, high, wanted);
+  }
   const step = Math.max(1, Math.ceil((last - first) / wanted));
   const found: number[] = [];
   for (let n = first; n <= last; n += step) found.push(10 ** n);

@@ -1,5 +1,7 @@
 // From values to positions on a colour map: linear, symmetric logarithmic, or by rank.
 
+import { shortNumber } from "./axis";
+
 export type ScaleKind = "linear" | "symlog" | "quantile";
 
 export interface Scale {
@@ -24,14 +26,6 @@ export function quantile(sorted: ArrayLike<number>, share: number): number {
   const a = sorted[left]!;
   const b = sorted[Math.min(left + 1, sorted.length - 1)]!;
   return a + (at - left) * (b - a);
-}
-
-/** The finite values of an array, ascending: at most some ten thousand of them, evenly spread. */
-export function sample(values: ArrayLike<number>, most = 20_000): Float64Array {
-  const step = Math.max(1, Math.floor(values.length / most));
-  const found: number[] = [];
-  for (let n = 0; n < values.length; n += step) if (Number.isFinite(values[n]!)) found.push(values[n]!);
-  return Float64Array.from(found).sort();
 }
 
 /**
@@ -95,4 +89,31 @@ export function scaleOf(
     position: (value) => clip((value - low) / (high - low)),
     value: (position) => low + clip(position) * (high - low),
   };
+}
+
+/** Where five numbers stand beside the colours of a scale. */
+export function marksOf(scale: Scale): { at: number; text: string }[] {
+  const marks = [0, 0.25, 0.5, 0.75, 1].map((at) => ({ at, text: shortNumber(Number(scale.value(at).toPrecision(3))) }));
+  return marks[0]!.text === marks[4]!.text ? [marks[2]!] : marks; // all values are the same
+}
+
+/** The ends of the colours as text, rounded; undefined where colours have none: by rank, or around a single value. */
+export function limitsText({ kind, low, high, signed }: Scale): string | undefined {
+  if (kind === "quantile" || signed !== (low < 0 && high > 0)) return undefined;
+  const step = 10 ** Math.floor(Math.log10(high - low) - 3);
+  const round = (x: number) => Number((Math.round(x / step) * step).toPrecision(12));
+  const [a, b] = [round(low), round(high)];
+  return Number.isFinite(b - a) && Math.abs(b - a - (high - low)) < 3 * step ? `${a},${b}` : `${low},${high}`;
+}
+
+/** A scale whose ends are those that its text says. */
+export function rounded(scale: Scale, sorted: ArrayLike<number>): Scale {
+  const limits = limitsOf(limitsText(scale));
+  return limits ? scaleOf(sorted, scale.kind, "full", limits) : scale;
+}
+
+/** The ends of the colours that a text says. */
+export function limitsOf(text: string | undefined): [number, number] | undefined {
+  const [low, high] = (text ?? "").split(",").map(Number);
+  return low! < high! && Number.isFinite(high! - low!) ? [low!, high!] : undefined;
 }

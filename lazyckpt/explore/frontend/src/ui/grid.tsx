@@ -2,6 +2,7 @@
 
 import { useMemo, useRef, useState } from "preact/hooks";
 import { logTicks, shortNumber, ticks } from "./axis";
+import { Legend } from "./legend";
 import { useWidth } from "./width";
 import "./grid.css";
 
@@ -80,6 +81,7 @@ export function Grid(props: Props) {
   const rowStep = every(rows.length, cell.h, LABELS + 2);
   const columnStep = every(columns.length, cell.w, 8 + 6.2 * Math.max(...columns.map((c) => c.length), 1));
   const scale = svg.current ? svg.current.getBoundingClientRect().width / box.w : 1;
+  const beyond = !!props.range && Array.from(values).some((value) => value < low || value > high);
   // cells that are nearly alike have one quiet colour; numbers stand in the cells if they are asked for and fit
   const quiet = alike(values);
   const texts = numbers || quiet ? Array.from(values, (value) => (shown(value) ? (typeof numbers === "function" ? numbers(value) : format(value)) : "")) : [];
@@ -112,7 +114,7 @@ export function Grid(props: Props) {
         const sign = mark?.(r, c);
         if (sign) {
           cells.push(
-            <text key={`m${r * columns.length + c}`} class="grid-mark" x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
+            <text key={`m${r * columns.length + c}`} class={`grid-mark${shown(value) ? "" : " grid-mark-none"}`} x={side.left + (c + 0.5) * cell.w} y={side.top + (r + 0.5) * cell.h} text-anchor="middle" dominant-baseline="central">
               {sign}
             </text>,
           );
@@ -181,17 +183,28 @@ export function Grid(props: Props) {
         {keys && at ? detail(...at) : ""}
       </span>
       {quiet ? (
-        <p class="quiet grid-alike">
+        <p class="quiet grid-alike" data-legend>
           {legend}: {[...new Set([format(quiet[0]), format(quiet[1])])].join(" to ")}
         </p>
       ) : (
-        <Legend {...{ low, high, log, colour, format, title: legend, unit: props.unit }} />
+        <LegendOf {...{ low, high, log, colour, format, title: beyond ? `${legend}; beyond, the colour of the end` : legend, unit: props.unit }} />
       )}
     </div>
   );
 }
 
 const APART = 0.12; // of the bar of colours, between its numbers
+
+/** What the colours between two values stand for: round numbers, not too near each other. */
+export function LegendOf({ low, high, log = false, colour, format = shortNumber, title, unit = 1 }: LegendProps) {
+  if (!Number.isFinite(low) || !Number.isFinite(high)) return null;
+  const scale = unit > 1 && high > 0 ? unit ** Math.floor(Math.log(high) / Math.log(unit)) : 1;
+  const round = high > low ? (log ? logTicks(low, high, 5) : roundMarks(low / scale, high / scale).map((n) => n * scale)) : [low];
+  const share = (v: number) => (high <= low ? 0.5 : log ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low));
+  const marks = round.map((value) => ({ at: share(value), text: format(value) }));
+  const apart = marks.reduce<typeof marks>((kept, one) => (kept.length && one.at - kept[kept.length - 1]!.at < APART ? kept : [...kept, one]), []);
+  return <Legend title={title} colour={colour} marks={apart} />;
+}
 
 interface LegendProps {
   low: number;
@@ -203,26 +216,10 @@ interface LegendProps {
   unit?: number | undefined;
 }
 
-/** A bar of colours with numbers. */
-export function Legend({ low, high, log = false, colour, format = shortNumber, title, unit = 1 }: LegendProps) {
-  if (!Number.isFinite(low) || !Number.isFinite(high)) return null;
-  const stops = Array.from({ length: 17 }, (_, n) => colour(n / 16)).join(",");
-  const scale = unit > 1 && high > 0 ? unit ** Math.floor(Math.log(high) / Math.log(unit)) : 1;
-  const marks = high > low ? (log ? logTicks(low, high, 5) : ticks(low / scale, high / scale, 4).map((n) => n * scale)) : [low];
-  const share = (v: number) => (high <= low ? 0.5 : log ? Math.log(v / low) / Math.log(high / low) : (v - low) / (high - low));
-  const apart = marks.reduce<number[]>((kept, one) => (kept.length && share(one) - share(kept[kept.length - 1]!) < APART ? kept : [...kept, one]), []);
-  return (
-    <div class="colour-legend">
-      <span class="quiet">{title}</span>
-      <div class="colour-bar" style={{ background: `linear-gradient(to right, ${stops})` }}>
-        {apart.map((value) => (
-          <span key={value} style={{ left: `${share(value) * 100}%` }}>
-            {format(value)}
-          </span>
-        ))}
-      </div>
-    </div>
-  );
+/** About four round numbers; more, if these are fewer than two besides 0. */
+function roundMarks(low: number, high: number): number[] {
+  const found = ticks(low, high, 4);
+  return found.filter((n) => n !== 0).length > 1 ? found : ticks(low, high, 8);
 }
 
 const NEAR = 0.01;

@@ -5,6 +5,7 @@ import { shortNumber, ticks } from "./axis";
 import { categoryColour, isBright } from "./colours";
 import type { Scale } from "./colourscale";
 import { partText, tilesFor, whole, within, zoomed, type Part, type Size, type Tile } from "./pyramid";
+import { cellValue, seenOf, type Seen } from "./seen";
 import { grouped } from "./text";
 import "./heatmap.css";
 
@@ -18,6 +19,8 @@ export interface Values {
   exact: boolean;
   /** Whether each cell is one element. */
   single: boolean;
+  /** How many elements are in files that cannot be read. */
+  lost?: number;
 }
 
 /** Joins pictures that show the same part: what moves one moves all. */
@@ -67,6 +70,8 @@ interface Props {
   /** The part that is shown; by default all. */
   part?: Part;
   onPart(part: Part | undefined): void;
+  /** Called with the cells in view when all of them are loaded; with undefined if all of the picture is in view. */
+  onSeen?(seen: Seen | undefined): void;
   /** The pictures that show the same part. */
   link?: Link;
   label: string;
@@ -93,11 +98,6 @@ interface Kept {
   image?: HTMLCanvasElement;
   version?: object;
   abort?: AbortController;
-}
-
-export function cellValue(values: Values, how: How, n: number): number {
-  if (how === "absmax") return Math.max(Math.abs(values.min[n]!), Math.abs(values.max[n]!));
-  return values[how][n]!;
 }
 
 export function HeatMap(props: Props) {
@@ -133,6 +133,24 @@ export function HeatMap(props: Props) {
       const element = canvas.current;
       if (element) paint(element, now.current, view.current, inner, tiles.current, version, near);
     });
+  };
+
+  const isWhole = () => {
+    const [all, { r0, r1, c0, c1 }] = [whole(size), view.current];
+    return r0 <= 0 && c0 <= 0 && r1 >= all.r1 && c1 >= all.c1;
+  };
+
+  const tellSeen = () => {
+    const { onSeen, how } = now.current;
+    if (!onSeen) return;
+    if (isWhole()) {
+      onSeen(undefined);
+      return;
+    }
+    const wanted = tilesFor(view.current, pixels, size, most).map(({ key }) => tiles.current.get(key));
+    const shown = wanted.length ? wanted : [tiles.current.get("root")];
+    if (!shown.every((kept) => kept?.values || kept?.error)) return;
+    onSeen(seenOf(shown.flatMap((kept) => (kept?.values ? { tile: kept.tile, values: kept.values } : [])), view.current, how));
   };
 
   const fetchTiles = () => {
@@ -180,6 +198,7 @@ export function HeatMap(props: Props) {
       loading: shown.filter((kept) => kept.abort).length,
       error: shown.find((kept) => kept.error && keys.has(kept.tile.key))?.error ?? "",
     });
+    tellSeen();
   };
 
   const show = (part: Part, told = true) => {
@@ -191,9 +210,7 @@ export function HeatMap(props: Props) {
     now.current.link?.tell(view.current, follow);
     clearTimeout(timers.current.route);
     timers.current.route = window.setTimeout(() => {
-      const all = whole(size);
-      const { r0, r1, c0, c1 } = view.current;
-      const isAll = r0 <= 0 && c0 <= 0 && r1 >= all.r1 && c1 >= all.c1;
+      const isAll = isWhole();
       sent.current = isAll ? undefined : partText(view.current);
       now.current.onPart(isAll ? undefined : view.current);
     }, 250);
@@ -204,6 +221,7 @@ export function HeatMap(props: Props) {
   const follow = useMemo(() => (part: Part) => latest.current(part, false), []);
   useEffect(() => props.link?.join(follow), [props.link]);
 
+  useLayoutEffect(tellSeen, [how]);
   useEffect(() => {
     tiles.current.set("root", { tile: props.first, values: root });
     show(view.current, false);

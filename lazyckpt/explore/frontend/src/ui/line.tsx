@@ -119,7 +119,7 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, height =
           </g>
         ))}
         {xTicks.map((x) => (
-          <text key={x} class="axis" x={px(x)} y={height - SIDE.bottom + 16} text-anchor="middle">
+          <text key={x} class="axis" x={Math.min(px(x), width - 3.3 * xText(x).length)} y={height - SIDE.bottom + 16} text-anchor="middle">
             {xText(x)}
           </text>
         ))}
@@ -153,7 +153,7 @@ export function LineChart({ series, label, xLabel, yLabel, log = false, height =
         </div>
       )}
       {legend && series.length > 1 && (
-        <ul class="legend">
+        <ul class="legend" data-legend>
           {series.map(({ name }, n) => (
             <li key={name}>
               <svg width="18" height="10" aria-hidden="true">

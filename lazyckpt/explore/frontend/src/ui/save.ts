@@ -1,4 +1,4 @@
-// Files that the page makes: tables as CSV, pictures as SVG and PNG.
+// Files that the page makes, such as tables as CSV, and what it copies.
 
 import { shownName } from "./text";
 
@@ -35,71 +35,6 @@ function csvCell(value: Cell): string {
 
 export function saveCsv(name: string, head: string[], rows: Iterable<Cell[]>): void {
   saveBlob(`${name}.csv`, new Blob([toCsv(head, rows)], { type: "text/csv;charset=utf-8" }));
-}
-
-const STYLES = [
-  "fill", "fill-opacity", "stroke", "stroke-width", "stroke-dasharray", "stroke-opacity", "stroke-linejoin",
-  "font-family", "font-size", "font-weight", "text-anchor", "dominant-baseline", "opacity", "display", "visibility",
-] as const;
-
-/** A picture of the page as a document of its own: with the styles that it has here, and on the page's paper. */
-export function svgText(svg: SVGSVGElement): string {
-  const copy = svg.cloneNode(true) as SVGSVGElement;
-  const from = [svg, ...svg.querySelectorAll("*")];
-  const to = [copy, ...copy.querySelectorAll("*")];
-  from.forEach((element, n) => {
-    const style = getComputedStyle(element);
-    const target = to[n] as SVGElement;
-    target.removeAttribute("style"); // which the page's security policy does not allow
-    target.removeAttribute("class");
-    for (const name of STYLES) target.setAttribute(name, style.getPropertyValue(name));
-  });
-  const { width, height } = svg.getBoundingClientRect();
-  const box = svg.getAttribute("viewBox")?.split(/[\s,]+/) ?? ["0", "0", String(width), String(height)];
-  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
-  copy.setAttribute("viewBox", box.join(" "));
-  copy.setAttribute("width", String(width));
-  copy.setAttribute("height", String(height));
-  const paper = document.createElementNS("http://www.w3.org/2000/svg", "rect");
-  const root = svg.closest(".lazyckpt-explorer") ?? document.body;
-  const [x, y, w, h] = box as [string, string, string, string];
-  for (const [key, value] of Object.entries({ x, y, width: w, height: h, fill: getComputedStyle(root).backgroundColor })) {
-    paper.setAttribute(key, value);
-  }
-  copy.insertBefore(paper, copy.firstChild);
-  return new XMLSerializer().serializeToString(copy);
-}
-
-/** Saves a picture as SVG; the pixels of a canvas are an image in it. */
-export function saveSvg(name: string, picture: SVGSVGElement | HTMLCanvasElement): void {
-  const text = picture instanceof HTMLCanvasElement ? canvasText(picture) : svgText(picture);
-  saveBlob(`${name}.svg`, new Blob([text], { type: "image/svg+xml" }));
-}
-
-function canvasText(canvas: HTMLCanvasElement): string {
-  const { width, height } = canvas;
-  const image = `<image width="${width}" height="${height}" href="${canvas.toDataURL("image/png")}"/>`;
-  return `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 ${width} ${height}" width="${width}" height="${height}">${image}</svg>`;
-}
-
-/** Saves a picture with two dots for each pixel of the page. */
-export async function savePng(name: string, picture: SVGSVGElement | HTMLCanvasElement): Promise<void> {
-  const canvas = picture instanceof HTMLCanvasElement ? picture : await drawn(picture);
-  const blob = await new Promise<Blob | null>((resolve) => canvas.toBlob(resolve, "image/png"));
-  if (!blob) throw new Error("the browser cannot make a PNG of this picture");
-  saveBlob(`${name}.png`, blob);
-}
-
-async function drawn(svg: SVGSVGElement): Promise<HTMLCanvasElement> {
-  const { width, height } = svg.getBoundingClientRect();
-  const image = new Image();
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svgText(svg))}`;
-  await image.decode();
-  const canvas = document.createElement("canvas");
-  canvas.width = Math.ceil(width * 2);
-  canvas.height = Math.ceil(height * 2);
-  canvas.getContext("2d")!.drawImage(image, 0, 0, canvas.width, canvas.height);
-  return canvas;
 }
 
 /** Puts a text on the clipboard, also on pages where the browser has no clipboard for scripts. */

@@ -22,6 +22,8 @@ test("text for spreadsheets is quoted and is no formula", () => {
 test("ticks are round numbers inside of the range", () => {
   assert.deepEqual(ticks(0, 10, 5), [0, 2, 4, 6, 8, 10]);
   assert.deepEqual(logTicks(0.5, 2000), [1, 10, 100, 1000]);
+  assert.deepEqual(logTicks(0.04, 0.9), [0.05, 0.1, 0.2, 0.5]);
+  assert.deepEqual([logTicks(2, 9), logTicks(2.1, 4)], [[2, 5], [2.5, 3, 3.5, 4]]);
   assert.deepEqual(ticks(3, 3), [3]);
   assert.deepEqual(ticks(1e17 - 16, 1e17 + 16), [1e17 - 16]); // ends, although a step is less than what tells numbers apart
   assert.equal(shortNumber(0.00012345), "1.23e-4");
