@@ -195,7 +195,6 @@ class _Running:
             self.parts.append(reduced(np.add, np.concatenate(sums), [np.arange(len(sums)), *self._later]))
 
 
-
 # -- Outliers.
 
 

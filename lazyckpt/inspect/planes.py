@@ -21,7 +21,7 @@ from ..core.box import Box, Shape, tiles
 from ..core.dtypes import F32, F64, DType
 from ..errors import DataError
 from ..io.cancelling import go_on
-from ..io.reading.gather import once
+from ..io.reading.keeping import once
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, runner
 from ..jobs.pieces import scratch
