@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..io.reading.keeping import once_always
 from ..io.storage.base import Stored
 from .threads import in_threads
 
@@ -107,7 +108,9 @@ class Blocks:
         self._line: deque[_Block] = deque()
         self._reading: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
-        self.threads = ThreadPoolExecutor(_AT_ONCE, "lazyckpt send")  # threads keep memory that they have used
+        self.threads = ThreadPoolExecutor(
+            _AT_ONCE, "lazyckpt send", once_always
+        )  # threads keep memory that they have used
 
     @property
     def used(self) -> int:
