@@ -18,7 +18,9 @@ import lazyckpt
 import lazyckpt.inspect.planes as planes
 from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.subject import Subject
-from lazyckpt.inspect.closeness import sums_of, sums_of_equal
+from lazyckpt.inspect.closeness import closeness, sums_of, sums_of_equal, together
+from lazyckpt.inspect.course import differences
+from lazyckpt.inspect.diff import Difference
 from lazyckpt.inspect.histogram import histogram_of
 from lazyckpt.inspect.neighbours import neighbours
 from lazyckpt.inspect.norms import norms, outliers
@@ -100,11 +102,36 @@ def test_rows_that_float64_cannot_square_are_no_neighbours(tmp_path: Path) -> No
     assert found[1].cosine >= -1
 
 
+def test_sums_that_float64_cannot_hold() -> None:
+    x = torch.full((40_000,), 6e151, dtype=torch.float64)
+    assert closeness(sums_of(x, -x)).relative is None
+    half = sums_of(x[:30_000], -x[:30_000])
+    assert math.isfinite(half.xx) and closeness(together([half, half])).relative is None
+    rows = [Difference(f"layers.0.experts.{n}.w", "values", "f64[2]", "f64[2]", relative=1e200) for n in range(2)]
+    assert differences(rows, "relative").values.item() == pytest.approx(1e200)
+
+
 def test_complex_pairs_count_whole_or_not_at_all() -> None:
     x = torch.tensor([3 + 4j, complex(math.nan, 7)])
     y = torch.tensor([1j, 2 + 2j])
     assert sums_of(x, y)[:4] == (25, 1, 4, 18)
     assert sums_of_equal(x)[:2] == (25, 25)
+
+
+def test_sums_have_the_same_digits_on_any_number_of_processors() -> None:
+    g = np.random.default_rng(2)
+    x, y = (torch.from_numpy(g.standard_normal(100_001)) for _ in range(2))
+    threads, found = torch.get_num_threads(), set()
+    try:
+        for number in (1, 2, 5):
+            torch.set_num_threads(number)
+            found.add(sums_of(x[1:], y[1:]))
+            found.add(sums_of(x[1:].clone(), y[1:].clone()))
+            assert sums_of_equal(x[1:]).xx == sums_of(x[1:], y[1:]).xx
+    finally:
+        torch.set_num_threads(threads)
+    (sums,) = found
+    assert sums.xy == pytest.approx(float(np.dot(x[1:].numpy(), y[1:].numpy())), rel=1e-9)
 
 
 def test_lines_of_python_open_what_is_shown(tmp_path: Path) -> None:

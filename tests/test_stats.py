@@ -308,7 +308,7 @@ def test_small_tensors_together_and_apart(tmp_path: Path, monkeypatch: pytest.Mo
             dtype, (n,), seed, 0.02 * (seed % 3), 10.0 ** (seed % 5), float(seed % 7 == 0) * 1e6
         )
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64)
-        for n in (0, 1, 3, 100, 1000)
+        for n in (0, 1, 7, 61, 1000)
         for seed in range(12)
     }
     torch.save(tensors, tmp_path / "x.pt")

@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-from .moments import WIDE, exponent_of, scaled, scaled_numbers
+from ..core.rounding import exact_sum
+from .moments import BLOCK, WIDE, exponent_of, scaled, scaled_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -80,15 +81,15 @@ def sums_of(x: torch.Tensor, y: torch.Tensor) -> Sums:
 def sums_of_equal(x: torch.Tensor) -> Sums:
     """Return the sums of a tensor and its copy."""
     p = _flat(x, x.is_complex())
-    square = float(p.dot(p))
+    square = _dot(p, p)
     if not math.isfinite(square):
         p = p.masked_fill(_odd(torch.isfinite(p), x.is_complex()), 0)
-        square = float(p.dot(p))
+        square = _dot(p, p)
     exponent = 0
     if _is_wide(x) and not _FEW < square < _MANY:
         exponent = _exponent(p)
         p = scaled_numbers(p, -exponent)
-        square = float(p.dot(p))
+        square = _dot(p, p)
     return Sums(square, square, square, 0.0, exponent, exponent)
 
 
@@ -99,18 +100,14 @@ def together(sums: Iterable[Sums]) -> Sums:
     y = max((one.y for one in parts if one.yy), default=0)
     d = max((one.d for one in parts if one.dd), default=0)
     return Sums(
-        _total([scaled(one.xx, 2 * (one.x - x)) for one in parts]),
-        _total([scaled(one.yy, 2 * (one.y - y)) for one in parts]),
-        _total([scaled(one.xy, one.x + one.y - x - y) for one in parts]),
-        _total([scaled(one.dd, 2 * (one.d - d)) for one in parts]),
+        exact_sum([scaled(one.xx, 2 * (one.x - x)) for one in parts]),
+        exact_sum([scaled(one.yy, 2 * (one.y - y)) for one in parts]),
+        exact_sum([scaled(one.xy, one.x + one.y - x - y) for one in parts]),
+        exact_sum([scaled(one.dd, 2 * (one.d - d)) for one in parts]),
         x,
         y,
         d,
     )
-
-
-def _total(values: list[float]) -> float:
-    return math.fsum(values) if all(map(math.isfinite, values)) else math.inf
 
 
 def closeness(found: Sums) -> Closeness:
@@ -150,7 +147,7 @@ def _odd(finite: torch.Tensor, planes: bool) -> torch.Tensor:
 
 def _sums(p: torch.Tensor, q: torch.Tensor) -> Sums:
     apart = p - q
-    return Sums(float(p.dot(p)), float(q.dot(q)), float(p.dot(q)), float(apart.dot(apart)))
+    return Sums(_dot(p, p), _dot(q, q), _dot(p, q), _dot(apart, apart))
 
 
 def _far_sums(p: torch.Tensor, q: torch.Tensor) -> Sums:
@@ -160,4 +157,13 @@ def _far_sums(p: torch.Tensor, q: torch.Tensor) -> Sums:
     apart = p * 0.5 - q * 0.5 if halved else p - q
     d = _exponent(apart)
     p, q, apart = (scaled_numbers(one, -e) for one, e in ((p, x), (q, y), (apart, d)))
-    return Sums(float(p.dot(p)), float(q.dot(q)), float(p.dot(q)), float(apart.dot(apart)), x, y, d + halved)
+    return Sums(_dot(p, p), _dot(q, q), _dot(p, q), _dot(apart, apart), x, y, d + halved)
+
+
+def _dot(p: torch.Tensor, q: torch.Tensor) -> float:
+    """Return the sum of the products. The digits of `torch.dot` depend on where in memory the numbers begin and on the
+    number of processors."""
+    if len(p) <= BLOCK:
+        return float((p * q).sum())
+    pairs = zip(torch.split(p, BLOCK), torch.split(q, BLOCK), strict=True)
+    return exact_sum([float((a * b).sum()) for a, b in pairs])

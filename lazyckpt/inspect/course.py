@@ -164,7 +164,7 @@ def differences(rows: Iterable[Any], quantity: str) -> Layers:
 
 def _joined(values: Sequence[float]) -> float:
     """Return the root mean square of relative differences."""
-    return math.sqrt(math.fsum(value * value for value in values) / len(values))
+    return math.hypot(*values) / math.sqrt(len(values))
 
 
 def _stacked(quantity: str, found: Mapping[int, Layers]) -> Course:

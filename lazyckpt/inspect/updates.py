@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..core.rounding import exact_sum
 from ..core.specs import TensorSpec
 from ..errors import LazyckptError
 from ..jobs.batching import Task
@@ -186,8 +187,8 @@ def _joined(rows: Sequence[UpdateSize]) -> UpdateSize:
     )
     if not good:
         return replace(base, error=first.error)
-    update = math.sqrt(math.fsum((one.update or 0.0) ** 2 for one in good))
-    weight = math.sqrt(math.fsum((one.weight or 0.0) ** 2 for one in good))
+    update = math.hypot(*(one.update or 0.0 for one in good))
+    weight = math.hypot(*(one.weight or 0.0 for one in good))
     odd = sum(one.nonfinite or 0 for one in good)
     count = sum(one.count for one in good) - odd
     return replace(
@@ -313,7 +314,7 @@ def _tried(
 
 def _added(sums: Sequence[_Sums]) -> _Sums:
     """Return the sums of all, the floating-point ones without rounding errors of the additions."""
-    update, weight, change, product = (math.fsum(s[k] for s in sums) for k in range(4))
+    update, weight, change, product = (exact_sum([s[k] for s in sums]) for k in range(4))
     return _Sums(update, weight, change, product, sum(s.bound for s in sums), sum(s.odd for s in sums))
 
 

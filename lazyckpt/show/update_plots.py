@@ -178,8 +178,8 @@ def _together(found: Sequence[UpdateSize], quantity: str) -> float:
         known = [(one.bound, one.count) for one in good if one.bound is not None]
         total = sum(count for _, count in known)
         return sum(bound * count for bound, count in known) / total if total else math.nan
-    update = math.sqrt(math.fsum((one.update or 0.0) ** 2 for one in good))
-    weight = math.sqrt(math.fsum((one.weight or 0.0) ** 2 for one in good))
+    update = math.hypot(*(one.update or 0.0 for one in good))
+    weight = math.hypot(*(one.weight or 0.0 for one in good))
     count = sum(one.count - (one.nonfinite or 0) for one in good)
     if quantity == "ratio":
         return update / weight if weight else math.nan
