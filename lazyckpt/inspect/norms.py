@@ -22,7 +22,9 @@ from .planes import Plane, Window, checked, even_cells, fold_all, plane_of, sour
 GROUPS = 8192
 """Maximum number of rows, and of columns, whose norms are computed apart; of more, those of groups are."""
 _LISTED = 10_000  # maximum number of elements that are listed
-_PART = 1 << 17  # elements that are squared, or among which the largest are looked for, at a time: results take memory
+_PART = (
+    1 << 17
+)  # elements that are squared, or among which the largest are sought, at a time: what they become takes memory
 
 
 # -- Rows and columns.
