@@ -238,3 +238,13 @@ def test_a_broken_request_ends_its_answer(server: Server, converted: bytes, capl
                 found += data
     assert found.startswith(b"HTTP/1.1 200") and len(found) < len(converted)
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_all_requests_of_a_client_that_closes_its_side_are_answered(server: Server, converted: bytes) -> None:
+    about = f"GET /t/{server.token}/hf/model.safetensors HTTP/1.1\r\nHost: localhost\r\nRange: bytes="
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as one:
+        one.sendall("".join(f"{about}{span}\r\n\r\n" for span in ("0-9", "1-", "2-5")).encode())
+        one.shutdown(socket.SHUT_WR)
+        found = b"".join(iter(lambda: one.recv(MIB), b""))
+    answers = [answer.partition(b"\r\n\r\n")[2] for answer in found.split(b"HTTP/1.1 206")[1:]]
+    assert answers == [converted[:10], converted[1:], converted[2:6]]

@@ -77,6 +77,7 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
         _timer: asyncio.TimerHandle | None = None
         _stalled: asyncio.TimerHandle | None = None
         _writable: asyncio.Future[None] | None = None
+        _ended = False  # whether the client has closed its side
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -106,8 +107,19 @@ def limited(most: int = CONNECTIONS, patience: float = _PATIENCE, stalled: float
             away closes both sides, which looks the same."""
             if not self._asked or "/api/" in self.scope["path"]:
                 return False
-            self.cycle.keep_alive = False
+            self._ended = True
+            self._last()
             return True
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self._ended:
+                self._last()
+
+        def _last(self) -> None:
+            """Close the connection after the answer that is being sent, unless another request has come already."""
+            if not self.conn.trailing_data[0]:
+                self.cycle.keep_alive = False
 
         def send_400_response(self, msg: str) -> None:
             """Answer what is no HTTP. If it is the body of a request, the answer to the request ends."""
