@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pandas as pd
@@ -297,11 +298,28 @@ def test_how_close_dtypes_are(tmp_path: Path) -> None:
     assert row.relative == pytest.approx(float(apart)) and row.cosine == pytest.approx(1, abs=1e-4)
     row = told(tmp_path, torch.zeros(3), torch.ones(3))
     assert (row.relative, row.cosine, row.norm_a, row.norm_b) == (None, None, 0, pytest.approx(3**0.5))
-    big = torch.full((2,), 1e300, dtype=torch.float64)
-    assert told(tmp_path, big, -big).relative is None
+    big = torch.full((2,), 1.5e308, dtype=torch.float64)
+    row = told(tmp_path, big, -big)
+    assert (row.relative, row.cosine, row.norm_a) == (2, pytest.approx(-1), None)  # float64 does not hold the norm
 
 
 # -- the table
+
+
+@pytest.mark.parametrize("exponent", [-1000, -600, 600, 1000])
+def test_how_close_tensors_beyond_the_squares_of_float64_are(tmp_path: Path, exponent: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, y = ((torch.randn(50, 30, generator=g, dtype=torch.float64) * 1024).round() / 1024 for _ in "xy")
+    unit = 2.0 ** (exponent / 2)
+    torch.save({"near": x, "far": x * unit * unit, "apart": x}, tmp_path / "a.pt")
+    torch.save({"near": y, "far": y * unit * unit, "apart": y * unit * unit}, tmp_path / "b.pt")
+    rows = {row.name: row for row in lazyckpt.diff(tmp_path / "a.pt", tmp_path / "b.pt")}
+    near, far, apart = rows["near"], rows["far"], rows["apart"]
+    assert (far.relative, far.cosine) == (near.relative, near.cosine)
+    assert far.norm_a == math.ldexp(near.norm_a or 0, exponent) == pytest.approx(math.ldexp(float(x.norm()), exponent))
+    assert apart.norm_b == far.norm_b and apart.norm_a == near.norm_a
+    assert apart.cosine == pytest.approx(near.cosine)
+    assert apart.relative == pytest.approx(1 if exponent < 0 else math.ldexp(float(y.norm() / x.norm()), exponent))
 
 
 def test_repeated_layers_are_one_line(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_sums_that_float64_cannot_hold() -> None:
 def test_complex_pairs_count_whole_or_not_at_all() -> None:
     x = torch.tensor([3 + 4j, complex(math.nan, 7)])
     y = torch.tensor([1j, 2 + 2j])
-    assert sums_of(x, y) == (25, 1, 4, 18)
+    assert sums_of(x, y)[:4] == (25, 1, 4, 18)
     assert sums_of_equal(x)[:2] == (25, 25)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -83,6 +84,24 @@ def test_readers_that_take_nothing_do_not_stop_the_others() -> None:
             rest = [piece async for piece in one]
             assert b"".join([first, *rest]) == CONTENT
         assert streams.used == 0
+
+    asyncio.run(main())
+
+
+def test_what_is_in_memory_does_not_wait_for_a_slow_disk() -> None:
+    answers = threading.Event()
+
+    def slow(begin: int, target: memoryview) -> None:
+        answers.wait(20)
+
+    async def main() -> None:
+        streams = Streams(ROOM)
+        tasks = [asyncio.create_task(taken(streams, shared(slow, str(n)), 0, 100)) for n in range(4)]
+        await asyncio.sleep(0.01)
+        text = Shared(len(CONTENT), "text", "text/plain", CONTENT)
+        assert await asyncio.wait_for(taken(streams, text, 7, 400_000), 10) == CONTENT[7:400_000]
+        answers.set()
+        await asyncio.gather(*tasks)
 
     asyncio.run(main())
 

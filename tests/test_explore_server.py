@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import re
@@ -10,7 +11,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -29,6 +32,7 @@ from lazyckpt.explore import api as api_module
 from lazyckpt.explore import server as server_module
 from lazyckpt.explore.api import Explorer
 from lazyckpt.explore.connections import limited
+from lazyckpt.explore.sending import bounded
 from lazyckpt.explore.server import Server
 from lazyckpt.explore.subject import Subject
 from lazyckpt.exploring import Later, subject_of, title_of
@@ -252,6 +256,33 @@ def test_a_hundred_clients_get_the_same_bytes(server: Server) -> None:
 
     with ThreadPoolExecutor(100) as pool:
         assert all(pool.map(ask, range(100)))
+
+
+def test_an_answer_that_was_sent_is_released_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({"w": torch.rand(256, 256)}, tmp_path / "large.pt")
+    sent: list[weakref.ref[Any]] = []
+
+    class Body(bytearray):
+        """Bytes to which there are weak references."""
+
+    async def noted(response: Any, room: Any) -> Any:
+        response.body = Body(response.body)
+        sent.append(weakref.ref(response.body))
+        return await bounded(response, room)
+
+    monkeypatch.setattr(server_module, "bounded", noted)
+    gc.disable()  # it would release what refers to itself
+    try:
+        with lazyckpt.serve(tmp_path / "large.pt") as running:
+            for rows in (200, 256):
+                url = f"{running.address}api/v1/tensor/tile?name=w&rows={rows}&cols=256&how=mean"
+                assert len(httpx.get(url).content) > 128 << 10
+            until = time.monotonic() + 10
+            while any(one() is not None for one in sent) and time.monotonic() < until:
+                time.sleep(0.01)
+            assert [one() for one in sent] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_answer_that_nobody_waits_for_is_not_computed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

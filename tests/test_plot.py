@@ -161,7 +161,7 @@ def test_norms_of_zeros(tmp_path: Path) -> None:
 
 
 def test_norms_beyond_float64(tmp_path: Path) -> None:
-    tensors = {"a.0": torch.full((2,), 1e300, dtype=torch.float64), "a.1": torch.ones(4), "a.2": torch.ones(16)}
+    tensors = {"a.0": torch.full((2,), 1.5e308, dtype=torch.float64), "a.1": torch.ones(4), "a.2": torch.ones(16)}
     ax = saved(tmp_path, tensors).plot.norms()
     assert ax.images[0].get_array().mask.tolist() == [[True, False, False]]
     assert marks(ax) == [("!", (0, 0))] and scales(ax)[0] == "3"

@@ -6,6 +6,7 @@ import json
 import shutil
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from lazyckpt import CorruptError, DataError, FormatError, MissingFileError
 from lazyckpt.core.dtypes import dtype_of
 from lazyckpt.core.extents import Extent
 from lazyckpt.formats.zarr.metadata import fill_bytes
+from lazyckpt.io.reading.keeping import once
+from lazyckpt.io.reading.packed import unpack_chunk
 from lazyckpt.testing import contract
 from lazyckpt.testing.contract import Check
 from lazyckpt.testing.counting import opened
@@ -290,6 +293,39 @@ def test_large_chunks_unpack_into_place(tmp_path: Path, codec: str) -> None:
     chunk.write_bytes(chunk.read_bytes()[:-50])
     with pytest.raises(CorruptError, match=r"z/1\.0"):
         lazyckpt.open(tmp_path / "z", cache=False)["array"][...]
+
+
+def test_a_large_chunk_is_unpacked_once_for_threads_that_keep_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = np.arange(9 << 8, dtype="f4")[:, None]
+    array = zarr.create_array(str(tmp_path / "z"), shape=(9 << 8, 1 << 10), dtype="f4", chunks=(9 << 8, 1 << 10))
+    array[...] = np.broadcast_to(rows, array.shape)  # 9 MiB
+    view: Any = lazyckpt.open(tmp_path / "z")
+    unpacked = []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        unpacked.append(args)
+        return unpack_chunk(*args, **options)
+
+    monkeypatch.setattr("lazyckpt.io.reading.packed.unpack_chunk", counted)
+
+    def read(n: int) -> bool:
+        with once():
+            return bool((view["array"][n * 99 : n * 99 + 50, 7] == torch.arange(n * 99, n * 99 + 50)).all())
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(read, range(16)))
+    assert len(unpacked) == 1
+
+
+def test_the_order_of_names_is_the_same_each_time(tmp_path: Path) -> None:
+    group = zarr.open_group(str(tmp_path / "z"), mode="w")
+    for n in range(12):
+        group.create_array(f"{n}/weight", shape=(2,), dtype="f4")
+    assert {tuple(lazyckpt.open(tmp_path / "z", cache=False)) for _ in range(16)} == {
+        tuple(f"{n}.weight" for n in sorted(range(12), key=str))
+    }
 
 
 # -- what is not read

@@ -11,10 +11,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
+from ..io.reading.keeping import once_always
 from ..io.storage.base import Stored
 from .threads import in_threads
 
@@ -30,8 +32,8 @@ class Shared(NamedTuple):
     ----------
     size, tag, type
         Its size in bytes, what identifies its content, and its media type.
-    fill
-        Fills memory with its bytes from one on: ``fill(begin, target)``, in any thread.
+    content
+        Its bytes, or what fills memory with its bytes from one on: ``content(begin, target)``, in any thread.
     stored
         Returns which of its bytes lie as they are in local files, in order, in runs of a least length:
         ``stored(begin, end, least)``, in any thread. Each run has the offset at which it begins. None if there are
@@ -41,7 +43,7 @@ class Shared(NamedTuple):
     size: int
     tag: str
     type: str
-    fill: Callable[[int, memoryview], None]
+    content: bytes | Callable[[int, memoryview], None]
     stored: Callable[[int, int, int], list[tuple[int, Stored]]] | None = None
 
 
@@ -106,7 +108,9 @@ class Blocks:
         self._line: deque[_Block] = deque()
         self._reading: set[asyncio.Task[None]] = set()
         self._watch: asyncio.TimerHandle | None = None
-        self.threads = ThreadPoolExecutor(_AT_ONCE, "lazyckpt send")  # threads keep memory that they have used
+        self.threads = ThreadPoolExecutor(
+            _AT_ONCE, "lazyckpt send", once_always
+        )  # threads keep memory that they have used
 
     @property
     def used(self) -> int:
@@ -163,8 +167,10 @@ class Blocks:
         self._units[block.at : block.at + count] = bytes([used]) * count
 
     async def _read(self, block: _Block) -> None:
+        fill = block.file.content
+        assert not isinstance(fill, bytes)  # what is in memory has no blocks
         try:
-            await in_threads(self.threads, lambda: block.file.fill(block.key[1], block.memory))
+            await in_threads(self.threads, partial(fill, block.key[1], block.memory))
         except BaseException as e:
             self._forget(block)  # who asks from now on reads anew
             block.done.set_exception(e if isinstance(e, Exception) else asyncio.CancelledError())

@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DataError, LazyckptError
 from ..io.pool import on
+from ..io.reading.keeping import once, once_always
 from ..io.system import trim_memory
+from ..jobs.pieces import drop_scratch
 from .api import Answer, Explorer, failed
 from .connections import HEADERS, limited
 from .guard import Guard, new_token
@@ -104,7 +106,7 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
     light, heavy = (
         (asyncio.Semaphore(_AT_ONCE), ThreadPoolExecutor(_AT_ONCE, "lazyckpt answer"), Room(sent)) for sent in _SENT
     )
-    readers = ThreadPoolExecutor(_THREADS, "lazyckpt read")
+    readers = ThreadPoolExecutor(_THREADS, "lazyckpt read", once_always)
     version = hashlib.sha256(b"".join(asset(name) for name in ASSETS)).hexdigest()[:12]
 
     async def index(request: Request) -> Response:
@@ -136,9 +138,10 @@ def application(opened: Callable[[], Explorer], mounts: Iterable[Any] = ()) -> S
             except (LazyckptError, OSError) as e:
                 return _sent(request, failed(e), fresh)
             try:
-                with on(readers):
+                with on(readers), once():
                     return _sent(request, explorer.answer(path, values, lambda: not gone.is_set()), fresh)
             finally:
+                drop_scratch()
                 trim_memory()
 
         slots, threads, room = light if _LIGHT.fullmatch(path) else heavy

@@ -17,7 +17,7 @@ from ..core.index import Index
 from ..core.specs import Specs, TensorSpec, some_of, whole
 from ..errors import Problem
 from ..io.containers.pickle.audit import dangers
-from ..io.containers.pickle.plain import Path, Plain, TensorRef
+from ..io.containers.pickle.plain import Plain
 from ..io.containers.pickle.rebuild import StoredTensor
 from ..io.containers.torch_file import Pickles, TorchFile, is_torch_file, read_torch_file
 from ..io.containers.zip_directory import Record, sizes_of
@@ -25,8 +25,8 @@ from ..io.storage.base import Store
 from .reader import Reader, Source
 from .shared.announce import announce, looking_ahead
 from .shared.composites import composed, tied_wholes, wholes_of
-from .shared.members import Member, together
-from .shared.paths import paths, put
+from .shared.members import Member, references_in, together
+from .shared.paths import paths
 
 _KEPT = 4 << 20  # bytes of pickles whose contents are kept for the raw namespace
 _BLOAT = 1 << 20  # bytes; less than that is mostly alignment and not worth a problem
@@ -145,11 +145,6 @@ def _member(store: Store, path: str, file: TorchFile, plain: Plain, prefix: str 
     rest = plain.rest if isinstance(plain.rest, dict) else {"": plain.rest}
     meta = plain.meta if plain.attributes else rest
 
-    def named(rest: Sequence[tuple[Path, str]]) -> Mapping[str, Any]:
-        for place, key in rest:
-            put(meta, place, TensorRef(key))
-        return meta
-
     specs = specs_of(file, plain, prefix)
     inner = {prefix + key for key in (*plain.inner, *plain.parts)}
     wholes = wholes_of(plain, specs, prefix)
@@ -160,7 +155,7 @@ def _member(store: Store, path: str, file: TorchFile, plain: Plain, prefix: str 
         tensors={key: (path, wholes.get(key) or specs[key]) for key, path in keys.items() if key not in inner},
         objects=list(paths(rest, 4)),
         meta=meta,
-        named=named,
+        named=references_in(meta),
         files={path: file.info},
         stored=specs if inner else None,
         aliases={prefix + alias: prefix + owner for alias, owner in (same | tied_wholes(plain, same)).items()},

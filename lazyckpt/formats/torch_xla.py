@@ -29,14 +29,14 @@ from ..core.index import FileInfo, Index
 from ..core.placement import Mesh
 from ..core.specs import Fragment, TensorSpec
 from ..errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, only_one, some
-from ..io.containers.pickle.plain import Path, Plain, TensorRef
+from ..io.containers.pickle.plain import Path, Plain
 from ..io.containers.torch_file import read_torch_file
 from ..io.limits import check_ranks
 from . import huggingface
 from .reader import Reader, Source
 from .shared.announce import announce
-from .shared.members import Member, together
-from .shared.paths import paths, put
+from .shared.members import Member, references_in, together
+from .shared.paths import paths
 from .torch_save import specs_of, warnings
 
 _NAME = re.compile(r"(?P<before>.*?)rank-?(?P<rank>\d{1,8})-of-(?P<world>\d{1,8})(?P<after>.*)\.(?:pth|pt|bin|ckpt)")
@@ -139,17 +139,12 @@ def _index(source: Source, series: list[dict[int, str]], world: int, problems: l
         for place, spec in _assembled(first, ranks, lost, order, problems):
             tensors["/".join(map(str, place))] = place, spec
 
-    def named(rest: Sequence[tuple[Path, str]]) -> Mapping[str, Any]:
-        for path, key in rest:
-            put(meta, path, TensorRef(key))
-        return meta
-
     member = Member(
         format="torch-xla",
         tensors=tensors,
         objects=list(paths(meta, 4)),
         meta=meta,
-        named=named,
+        named=references_in(meta),
         files=files,
         stored=stored,
         problems=problems,

@@ -26,13 +26,13 @@ from ..core.names import natural
 from ..core.specs import TensorSpec
 from ..errors import CorruptError, FormatError, LazyckptError, Problem, cannot_read, some
 from ..io.containers.pickle.audit import dangers
-from ..io.containers.pickle.plain import Path, Plain, TensorRef
+from ..io.containers.pickle.plain import Path, Plain
 from ..io.containers.torch_file import read_torch_file
 from .dcp.chunks import ChunkBytes, in_chunks, overlapping, uncovered
 from .dcp.items import Item
 from .huggingface import load_json
 from .reader import Reader, Source
-from .shared.members import Member, together
+from .shared.members import Member, references_in, together
 from .shared.paths import inside, paths, put
 from .torch_save import specs_of
 
@@ -125,17 +125,12 @@ class _Reading:
         for location, line in self.lost.items():
             self.problems.append(Problem("missing-file", line, location))
 
-        def named(rest: Sequence[tuple[Path, str]]) -> Mapping[str, Any]:
-            for path, key in rest:
-                put(meta, path, TensorRef(key))
-            return meta
-
         return Member(
             format="torchsnapshot",
             tensors=found,
             objects=list(paths(meta, 4)),
             meta=meta,
-            named=named,
+            named=references_in(meta),
             files=self.files,
             stored=stored,
             problems=self.problems,

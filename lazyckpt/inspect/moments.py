@@ -123,6 +123,14 @@ def scaled(number: float, exponent: int) -> float:
         return math.copysign(math.inf, number)
 
 
+def scaled_numbers(numbers: torch.Tensor, exponent: int) -> torch.Tensor:
+    """Return numbers times ``2 ** exponent``, by two factors that float64 has."""
+    if not exponent:
+        return numbers
+    half = max(-1000, min(1000, exponent // 2))
+    return numbers * 2.0**half * 2.0 ** max(-1000, min(1000, exponent - half))
+
+
 def merged(parts: Iterable[Moments]) -> Moments:
     """Return the moments of the elements of all parts."""
     whole = Moments()

@@ -23,7 +23,7 @@ from ..core.extents import Hole
 from ..core.fragments import fragment_boxes
 from ..errors import DataError, MissingFileError
 from ..io.cancelling import go_on
-from ..io.reading.gather import once
+from ..io.reading.keeping import once
 from ..jobs.batching import Task
 from ..jobs.executor import OVERHEAD, runner
 from ..jobs.pieces import scratch

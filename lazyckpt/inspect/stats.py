@@ -39,6 +39,7 @@ from .moments import (
     of_numbers,
     of_rows,
     real,
+    scaled_numbers,
     sparse,
     values,
 )
@@ -94,22 +95,14 @@ def singular_values(tensor: LazyArray, check: Callable[[], None] | None = None) 
         largest = float(numbers.abs().max()) if wide and numbers.numel() else 1.0
         if largest:
             now = exponent_of(largest) if exponent is None else max(exponent, exponent_of(largest))
-            gram = _scaled(gram, 0 if exponent is None else 2 * (exponent - now))
+            gram = scaled_numbers(gram, 0 if exponent is None else 2 * (exponent - now))
             exponent = now
-        numbers = _scaled(numbers, -(exponent or 0))
+        numbers = scaled_numbers(numbers, -(exponent or 0))
         gram += numbers.mH @ numbers if rows >= columns else numbers @ numbers.mH
     if not bool(torch.isfinite(gram.diagonal().real).all()):
         raise DataError(f"{tensor.name!r} has NaN or infinities: t.stats() counts them")
     squares: torch.Tensor = torch.linalg.eigvalsh(gram)  # ascending; rounding may leave some below zero
-    return _scaled(squares.clamp_(min=0).sqrt_().flip(0), exponent or 0)
-
-
-def _scaled(numbers: torch.Tensor, exponent: int) -> torch.Tensor:
-    """Return numbers times ``2 ** exponent``, by two factors that float64 has."""
-    if not exponent:
-        return numbers
-    half = max(-1000, min(1000, exponent // 2))
-    return numbers * 2.0**half * 2.0 ** max(-1000, min(1000, exponent - half))
+    return scaled_numbers(squares.clamp_(min=0).sqrt_().flip(0), exponent or 0)
 
 
 def noise(values: torch.Tensor) -> float:

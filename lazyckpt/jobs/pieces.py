@@ -69,6 +69,11 @@ def scratch(nbytes: int) -> torch.Tensor:
     return buffer[:nbytes]
 
 
+def drop_scratch() -> None:
+    """Release the scratch memory of this thread."""
+    _own.buffer = None
+
+
 def differs(path: str, where: str) -> CorruptError:
     return CorruptError(
         f"{path}: {where} do not hold what the source holds: the disk or the memory is faulty, or another program "

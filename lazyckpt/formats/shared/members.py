@@ -15,7 +15,7 @@ from ...core.box import Shape
 from ...core.index import FileInfo, Index
 from ...core.specs import TensorSpec
 from ...errors import Problem
-from ...io.containers.pickle.plain import Path
+from ...io.containers.pickle.plain import Path, TensorRef
 from .naming import By, Sorted, sort
 from .paths import at, put
 
@@ -47,6 +47,17 @@ class Member:
     @property
     def raw(self) -> Mapping[str, TensorSpec]:
         return {key: spec for key, (_, spec) in self.tensors.items()} if self.stored is None else self.stored
+
+
+def references_in(meta: dict[Any, Any]) -> Callable[[Sequence[tuple[Path, str]]], Mapping[str, Any]]:
+    """Return the ``named`` of a member: what puts the references into its objects ``meta``."""
+
+    def named(rest: Sequence[tuple[Path, str]]) -> Mapping[str, Any]:
+        for path, key in rest:
+            put(meta, path, TensorRef(key))
+        return meta
+
+    return named
 
 
 def together(

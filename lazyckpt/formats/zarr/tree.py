@@ -247,6 +247,11 @@ def _walk(tree: Tree, found: Nodes) -> None:
                 found.damaged[folder], below[folder] = str(e), []
 
         each(visit, level)
+        tables: tuple[dict[str, Any], ...] = (found.arrays, found.attributes, found.damaged)
+        for table in tables:
+            for folder in level:  # in the order of their names, not in that in which threads have read them
+                if folder in table:
+                    table[folder] = table.pop(folder)
         level = [child for folder in level for child in below[folder]]
         seen += len(level)
         if not level:

@@ -31,6 +31,7 @@ from ..storage.base import Buffer, Store
 from ..storage.in_memory import Memory
 from ..storage.streams import StoreFile
 from ..system import after_fork
+from .keeping import reads_once
 
 _FILL = "lazyckpt.fill"  # a private codec whose output is the bytes in its configuration
 _NOWHERE = (1 << 64) - 1  # offset and length of a chunk that is absent from a shard
@@ -170,6 +171,8 @@ def _filled(store: Store, chunk: Chunk) -> Extent:
 
 _PLACES = 1 << 16  # located archives that are cached per store
 _UNPACKED = 128 << 20  # bytes of decompressed archives that are cached per store (at least the last one)
+_UNPACKED_ONCE = 64 << 20  # the same for threads that read once
+_HUGE = 8 << 20  # bytes; threads that read once decompress larger ones one at a time
 _SMALL = 1 << 20  # bytes; smaller chunks are always cached, for the next slice
 _SLACK = 1 << 20  # bytes that the archive of a tensor may have besides the elements
 CODECS = {"stream.zstd/1": unpack_zstd}
@@ -180,10 +183,28 @@ class _Known:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.turn = threading.Lock()  # held while a huge one is decompressed
         self.places: dict[tuple[Any, ...], Extent] = {}
         self.unpacked: dict[tuple[Any, ...], Buffer] = {}
         self.pickles = Pickles()
         self.tables = Tables()
+
+    def keep(self, key: tuple[Any, ...], data: Buffer, limit: int) -> None:
+        """Keep a decompressed archive; of the others the last ones, so that all have at most ``limit`` bytes."""
+        with self.lock:
+            self.unpacked.pop(key, None)
+            self._forget(limit - len(data))
+            self.unpacked[key] = data
+
+    def forget(self, limit: int) -> None:
+        """Forget the first of the decompressed archives, so that the others have at most ``limit`` bytes."""
+        with self.lock:
+            self._forget(limit)
+
+    def _forget(self, limit: int) -> None:
+        size = sum(map(len, self.unpacked.values()))
+        while self.unpacked and size > limit:
+            size -= len(self.unpacked.pop(next(iter(self.unpacked))))
 
 
 _stores: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
@@ -320,22 +341,34 @@ def unpacked(
     if isinstance(archive, Inline):
         return Memory(store, archive.path, archive.data)
     known = _known(store)
-    key = archive.key
-    data = known.unpacked.get(key)
+    data = known.unpacked.get(archive.key)
     if data is None:
-        with checked(apart=True):
-            if isinstance(archive, Chunk):
-                if packed is not None:  # read before, by a job that verifies it at its end only
-                    store.settle(archive.path)
-                data = unpack_chunk(store, archive, packed=packed)
-            else:
-                data = unpack(store, archive, limit)
-        with known.lock:
-            known.unpacked[key] = data
-            size = sum(map(len, known.unpacked.values()))
-            while size > _UNPACKED and len(known.unpacked) > 1:
-                size -= len(known.unpacked.pop(next(iter(known.unpacked))))
+        if reads_once() and _size(archive) > _HUGE:
+            with known.turn, inline():
+                data = known.unpacked.get(archive.key)  # another thread may have needed the same
+                if data is None:
+                    known.forget(_UNPACKED_ONCE - _size(archive))
+                    data = _unpacked(store, archive, limit, packed, known)
+        else:
+            data = _unpacked(store, archive, limit, packed, known)
     return Memory(store, archive.path, data)
+
+
+def _unpacked(store: Store, archive: Packed, limit: int | None, packed: memoryview | None, known: _Known) -> Buffer:
+    with checked(apart=True):
+        if isinstance(archive, Chunk):
+            if packed is not None:  # read before, by a job that verifies it at its end only
+                store.settle(archive.path)
+            data = unpack_chunk(store, archive, packed=packed)
+        else:
+            data = unpack(store, archive, limit)
+    known.keep(archive.key, data, _UNPACKED_ONCE if reads_once() else _UNPACKED)
+    return data
+
+
+def _size(archive: Packed) -> int:
+    """Return the bytes of the decompressed elements."""
+    return archive.nbytes if isinstance(archive, Chunk) else prod(archive.shape) * archive.dtype.itemsize
 
 
 def unpacked_into(store: Store, archive: Packed | Inline, target: memoryview, packed: memoryview | None = None) -> bool:

@@ -44,7 +44,10 @@ def _served() -> tuple[Any, dict[str, bytes]]:
     for name, file in files.items():
         if file is not None:
             memory = bytearray(file.size)
-            file.fill(0, memoryview(memory))
+            if isinstance(file.content, bytes):
+                memory[:] = file.content
+            else:
+                file.content(0, memoryview(memory))
             contents[name] = bytes(memory)
 
     def app() -> Any:  # of one event loop

@@ -80,6 +80,7 @@ export function Grid(props: Props) {
   const every = (count: number, size: number, room: number) => Math.max(1, Math.ceil(room / size), Math.ceil(count / 400));
   const rowStep = every(rows.length, cell.h, LABELS + 2);
   const columnStep = every(columns.length, cell.w, 8 + 6.2 * Math.max(...columns.map((c) => c.length), 1));
+  const room = Math.max(8, Math.floor((side.left - (rowTitle ? 24 : 6)) / 6.7)); // characters of a row's label: its end tells rows apart
   const scale = svg.current ? svg.current.getBoundingClientRect().width / box.w : 1;
   const beyond = !!props.range && Array.from(values).some((value) => value < low || value > high);
   // cells that are nearly alike have one quiet colour; numbers stand in the cells if they are asked for and fit
@@ -152,7 +153,7 @@ export function Grid(props: Props) {
           {cells}
           {rows.map((text, n) => n % rowStep === 0 && (
             <text key={n} class="axis" x={side.left - 6} y={side.top + (n + 0.5) * cell.h} text-anchor="end" dominant-baseline="central">
-              {text}
+              {text.length > room ? `…${text.slice(1 - room)}` : text}
             </text>
           ))}
           {columns.map((text, n) => n % columnStep === 0 && (
