@@ -396,7 +396,7 @@ def stage_sizes(
 
 
 def _whole_size(specs: Mapping[str, TensorSpec], names: Iterable[str], check: Callable[[], None]) -> StageSize:
-    """Return the size of the named tensors where no rank cuts them. It takes no specs, of which there may be many."""
+    """Return the size of the named tensors if no rank cuts them, without making their specs: there may be very many."""
     counts: Counter[tuple[bool, tuple[Shape, DType]]] = Counter()
     for n, name in enumerate(names):
         if n % 1024 == 0:

@@ -228,7 +228,7 @@ def nodes(tree: Tree) -> Nodes:
                 found.attributes[folder] = _object(listed.get(posixpath.join(folder, ".zattrs")) or {}, where)
         return found
     _walk(tree, found)
-    tree.documents = dict(sorted(tree.documents.items()))  # threads added them
+    tree.documents = dict(sorted(tree.documents.items()))  # threads have added them in any order
     return found
 
 
