@@ -96,7 +96,7 @@ def read_index(source: Source, format: str | None = None) -> Index:
                 return _read_as(reader, source)
         near = Names(dict.fromkeys(reader.name for reader in readers())).near(format)
         hint = f": did you mean {' or '.join(map(repr, near))}?" if near else "."
-        raise FormatError(f"no reader is named {format[:40]!r}{hint} `lazyckpt formats` lists all")
+        raise FormatError(f"no reader is named {format[:40]!r}{hint} `lazyckpt formats` lists all readers")
     found = recognising(source)
     if found is None:
         raise FormatError(unknown(source))

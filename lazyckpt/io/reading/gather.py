@@ -55,7 +55,8 @@ BLOCK = 8 << 20  # maximum bytes of one read, and of a buffer
 _STEP = 2 << 20  # bytes; see `step_of`
 _RUN = 1 << 20  # bytes; longer runs are worth a separate read
 _SCRATCH = 32 << 10  # bytes; least size of the scratch memory
-_WINDOW = 4 << 20  # bytes of a mapping that one task picks elements from
+_WINDOW = 32 << 20  # bytes of a mapping that one task picks elements from
+_ONCE = 4 << 20  # the same where the pages are let go afterwards
 _own = threading.local()
 P = ParamSpec("P")
 
@@ -282,8 +283,9 @@ def _cut(store: Store, copy: Copy, target: torch.Tensor, dtype: torch.dtype) -> 
     begin = extent.offset + copy.start * size
     mapped = store.map(extent.path) if plain and _inner_run(copy) * size < _RUN else None
     if mapped is not None and begin + span <= len(mapped.buffer):  # (a read reports truncation)
-        if span > _WINDOW and target.numel() > 1:
-            yield from _split(store, copy, target, dtype, _WINDOW)
+        window = _ONCE if reads_once() else _WINDOW
+        if span > window and target.numel() > 1:
+            yield from _split(store, copy, target, dtype, window)
         else:
             check(store, extent.path, begin, span)
             yield wanted, partial(_through_mapping, store, mapped, copy, span, target)
