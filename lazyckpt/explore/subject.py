@@ -269,7 +269,7 @@ tensor; further values of tensors."""
 
 
 AUTO = 64 << 20
-"""Bytes of a window of a tensor of which pages read everything by themselves; of a larger one they read a sample."""
+"""Largest window of a tensor, in bytes, that pages read whole without being asked; of larger ones a sample is read."""
 _EACH = 64 << 10  # bytes that could be read in the time that one more tensor takes
 
 

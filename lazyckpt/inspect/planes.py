@@ -390,8 +390,8 @@ def fold_all(
     held
         Bytes that a fold holds at most.
     lose
-        Tells a fold of a box of which no element is in a file that can be read. By default such elements raise
-        MissingFileError, as always those of computed tensors and of packed floats.
+        Called with a fold and a box none of whose elements can be read, because a file is lost. By default such
+        elements raise MissingFileError; those of computed tensors and of packed floats always do.
     """
     if lose is None:
         t._check()

@@ -76,7 +76,7 @@ class FilePart:
 
     @property
     def waits_for(self) -> set[int]:
-        """The numbers of the tensors whose CRC-32 the part needs, but not all bytes of which it has."""
+        """The numbers of the tensors whose CRC-32 the part contains while it lacks some of their bytes."""
         return {n for _, n in self.checksums} - {piece.number for piece in self.pieces if piece.whole}
 
     @property

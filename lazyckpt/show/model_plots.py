@@ -130,7 +130,7 @@ def _facts(view: Namespace[Any], found: Architecture) -> list[str]:
 
 
 class _Leaf(NamedTuple):
-    """A rectangle: what is written into it, how many tensors it stands for, and its size."""
+    """A rectangle: its label, the number of tensors that it stands for, and its size."""
 
     label: str
     tensors: int

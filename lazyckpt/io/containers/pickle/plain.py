@@ -83,8 +83,7 @@ class Plain:
     parts
         Names of the tensors that are parts of others (see ``compose``).
     pieces
-        Dotted name of a tensor that the object has, and that stands for one of several parts or tensors -> the name of
-        that one.
+        Dotted name of a tensor of the object -> the name of the part, or of the tensor, that it stands for.
     """
 
     def __init__(
