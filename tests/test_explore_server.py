@@ -189,7 +189,7 @@ def test_ctrl_c_does_not_wait_for_a_silent_storage(path: str) -> None:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
                 assert process.stdout is not None
-                with deadline():  # it is told while the server runs
+                with deadline():  # the address is printed at once, not when the server ends
                     page = process.stdout.readline().split(" at ")[1].strip()
                 with pytest.raises(httpx.ReadTimeout):
                     httpx.get(page.replace("?token=abc", f"t/abc/{path}"), timeout=1)

@@ -209,7 +209,7 @@ def test_squares_beyond_float64(tmp_path: Path, exponent: int) -> None:
     table = view.select("row *").stats()
     assert table.total.l2 == pytest.approx(math.ldexp(float(w[:4].norm()), exponent))
     assert [one.l2 for one in table] == pytest.approx([math.ldexp(float(w[n].norm()), exponent) for n in range(4)])
-    # in the total, the smaller numbers hardly count
+    # the smaller numbers are too small to change the total
     assert view["mixed"].stats().l2 == pytest.approx(far_.l2 if exponent > 0 else near.l2)
     assert histogram_of(view["far"]).as_dict()["l2"] == far_.l2
     sides = norms(view["far"], 7, 40), norms(view["near"], 7, 40)

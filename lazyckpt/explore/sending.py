@@ -11,7 +11,7 @@ import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from ..io.storage.base import Stored
@@ -21,7 +21,7 @@ from .threads import apart, in_threads
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-    from starlette.responses import Response
+    from starlette.responses import Response, StreamingResponse
 
     from .guard import Receive, Scope, Send
 
@@ -93,6 +93,25 @@ async def bounded(response: Response, room: Room) -> Response | Bounded:
     return Bounded(response, room)
 
 
+@cache
+def _response_type() -> type[StreamingResponse]:
+    """Return the class of responses whose parts are bytes, or bytes of files that the system sends."""
+    from starlette.responses import StreamingResponse  # which is loaded only with a server
+
+    class Sent(StreamingResponse):
+        async def stream_response(self, send: Any) -> None:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for part in self.body_iterator:
+                if isinstance(part, Stored):
+                    await send({"type": STORED, "stored": part})
+                    part.confirm()
+                else:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return Sent
+
+
 class Streams:
     """Sends files and ranges of them.
 
@@ -114,7 +133,7 @@ class Streams:
 
     async def send(self, request: Request, file: Shared) -> Response:
         """Return the response to a GET or HEAD of a file: whole, a range, or nothing if the asker has it."""
-        from starlette.responses import Response, StreamingResponse
+        from starlette.responses import Response
 
         tag = f'"{file.tag}"'
         headers = {"ETag": tag, "Accept-Ranges": "bytes", "Cache-Control": "private, no-cache"}
@@ -147,18 +166,7 @@ class Streams:
                     await asyncio.sleep(0)  # otherwise the loop would not learn that the client is gone
                     yield part
 
-        class Sent(StreamingResponse):
-            async def stream_response(self, send: Any) -> None:
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                async for part in self.body_iterator:
-                    if isinstance(part, Stored):
-                        await send({"type": STORED, "stored": part})
-                        part.confirm()
-                    else:
-                        await send({"type": "http.response.body", "body": part, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-        return Sent(cast(Any, body()), status, headers, file.type)
+        return _response_type()(cast(Any, body()), status, headers, file.type)
 
     async def _parts(self, file: Shared, begin: int, end: int) -> AsyncGenerator[bytes | Stored]:
         """Yield bytes ``begin`` to ``end`` of a file: where they lie in local files, if they do, and the others in

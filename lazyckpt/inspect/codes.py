@@ -137,7 +137,7 @@ FINDING_CODES: dict[str, Kind] = {
         "note", "A file or a tensor could not be examined.", "Unpack it, or examine it with another tool."
     ),
 }
-_TODO = {
+_ADVICE = {
     "missing-file": "Copy it from the source, or read only the tensors that are complete.",
     "unreadable-file": "Copy it again and compare checksums.",
     "left-over-file": "Decide which save you want, then remove the files of the other.",
@@ -209,4 +209,4 @@ def kind_of(code: str) -> Kind:
     if code in FINDING_CODES:
         return FINDING_CODES[code]
     severity: Severity = "error" if code in _ERRORS else "note" if code in _NOTES else "warning"
-    return Kind(severity, PROBLEM_CODES.get(code, ""), _TODO.get(code, ""))
+    return Kind(severity, PROBLEM_CODES.get(code, ""), _ADVICE.get(code, ""))

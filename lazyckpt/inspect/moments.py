@@ -78,7 +78,7 @@ class Moments:
     def __add__(self, other: Moments) -> Moments:
         """Return the moments of the elements of both."""
         exponent = self.exponent
-        if exponent != other.exponent:  # the larger one: beside it, the other's squares hardly count
+        if exponent != other.exponent:  # use the larger one: the squares in units of the other are too small to count
             exponent = max((one.exponent for one in (self, other) if one.m2 or one.mean), default=0)
         (mean, m2), (mean_b, m2_b) = self._in_units(exponent), other._in_units(exponent)
         if not self.finite:

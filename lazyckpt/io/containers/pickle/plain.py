@@ -83,7 +83,7 @@ class Plain:
     parts
         Names of the tensors that are parts of others (see ``compose``).
     pieces
-        Dotted name of a tensor of the object -> the name of the part, or of the tensor, that it stands for.
+        Maps the dotted name of a tensor in the object to the name of the part or tensor whose values it has.
     """
 
     def __init__(
